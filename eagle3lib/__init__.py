@@ -1,0 +1,6 @@
+"""eagle3lib: from a file of conversations to an EAGLE-3 draft that SGLang serves faster.
+
+Flat modules, one noun each; docs/structure.md has a line for every one of them.
+"""
+
+__version__ = "0.1.0"

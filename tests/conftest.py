@@ -1,0 +1,21 @@
+"""Fixtures shared by all tests: offline, loopback only, one tiny target."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Llama (8 layers, hidden 64, vocabulary 320, ChatML)."""
+    from tiny import tiny_target
+
+    return tiny_target(tmp_path_factory.mktemp("target") / "tiny-llama")

@@ -1,0 +1,74 @@
+"""Install what pyproject.toml names. Standard library only; safe to run again.
+
+    python tools/install.py cpu     a machine without a GPU: torch, what SGLang needs on a CPU, SGLang, the data packages
+    python tools/install.py gpu     a machine with CUDA: SGLang with its own torch, the data packages
+    python tools/install.py data    only the packages that are read for their data (after environment.yml)
+
+Two pip calls cannot be one: SGLang's declared dependencies are CUDA kernels that do not install (or load) on a plain
+machine, and the data packages declare evaluators' dependencies that nobody here needs. Both go in with --no-deps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(kind: str) -> None:
+    if kind not in ("cpu", "gpu", "data"):
+        raise SystemExit(__doc__)
+    if not (3, 11) <= sys.version_info[:2] <= (3, 12):
+        raise SystemExit(f"Python {sys.version.split()[0]} at {sys.executable}: 3.11 or 3.12 is needed. Try `make PYTHON=python3.12 setup`.")
+    if is_done(kind):
+        print(f"set-up: {sys.prefix} is up to date with pyproject.toml")
+        return
+    began = time.monotonic()
+    names = no_deps()
+    if kind != "data":
+        pip(f"packages of pyproject.toml [{kind},dev]", "-e", f"{ROOT}[{kind},dev]")
+    pip("packages that need no dependencies", "--no-deps", *(names["engine"] if kind == "cpu" else []), *names["data"])
+    stamp(kind).write_text(wanted())
+    print(f"set-up: done in {time.monotonic() - began:.0f} s")
+
+
+def no_deps() -> dict[str, list[str]]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["eagle3"]["no-deps"]
+
+
+def pip(what: str, *arguments: str) -> None:
+    """One pip call that shows what it downloads; the first one fetches several GB and takes a few minutes."""
+    print(f"set-up: installing {what} (a few minutes the first time)", flush=True)
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    filtered = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    tail: list[str] = []
+    for line in filtered.stdout or []:
+        tail = [*tail[-30:], line]
+        if line.startswith("Collecting"):
+            print(f"\r  {line.strip()[:100]:<100}", end="", flush=True)
+    print(f"\r{'':<102}\r", end="")
+    if filtered.wait():
+        raise SystemExit("".join(tail) + f"set-up: pip failed with exit code {filtered.returncode}; its last lines are above. Run again to go on.")
+
+
+def wanted() -> str:
+    """Changes when the pins, this script or the folder change; then pip has something to do again."""
+    parts = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes() + str(ROOT).encode() + sys.version.encode()
+    return hashlib.sha256(parts).hexdigest()
+
+
+def stamp(kind: str) -> Path:
+    return Path(sys.prefix) / f".eagle3-{kind}"
+
+
+def is_done(kind: str) -> bool:
+    return sys.prefix != sys.base_prefix and stamp(kind).is_file() and stamp(kind).read_text() == wanted()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) == 2 else "")
