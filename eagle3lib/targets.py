@@ -89,14 +89,14 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
 
 def head_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """(lm_head [V, H], embeddings [V, H]) in the file's dtype, read without loading the model; tied weights are shared."""
-    embed_VH = _find_tensor(folder, EMBED_NAMES)
+    embed_VH = find_tensor(folder, EMBED_NAMES)
     if embed_VH is None:
         raise Eagle3Error(f"target {folder}: none of {', '.join(EMBED_NAMES)} is in its safetensors; this layout is not known here.")
-    head_VH = None if text_config(folder).tie_word_embeddings else _find_tensor(folder, HEAD_NAMES)
+    head_VH = None if text_config(folder).tie_word_embeddings else find_tensor(folder, HEAD_NAMES)
     return (embed_VH if head_VH is None else head_VH), embed_VH
 
 
-def _find_tensor(folder: Path, names: tuple[str, ...]) -> torch.Tensor | None:
+def find_tensor(folder: Path, names: tuple[str, ...]) -> torch.Tensor | None:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             found = set(names) & set(tensors.keys())

@@ -1,0 +1,134 @@
+"""Acceptance: how many tokens one target forward yields, defined once for every figure of the project.
+
+A round is one verification: the draft proposes K tokens in a chain, the target accepts a leading part of them and adds
+one token of its own. Everything here is arithmetic on counts; no torch.
+
+Legend: P prompts, K draft tokens a round; survival[k] is the share of rounds that accept more than k drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+DEFINITIONS = """\
+Chain drafting (no tree), temperature 0: each round the draft proposes K tokens and the target verifies them in one forward.
+- accepted: leading drafts equal to the target's own greedy token. The first miss ends the round, whatever follows it;
+  a target token outside the draft vocabulary is a miss.
+- acceptance length: tokens emitted per round = accepted drafts + 1 (the target's own token), between 1 and K+1. 1 = a useless draft.
+- acceptance rate: accepted drafts / proposed drafts.
+- survival at position k: share of rounds whose first k drafts were all accepted (joint); 1 + sum of survivals = acceptance length.
+- The round that ends a reply counts the tokens it emitted; a round cut by the token limit is left out.
+- measured: counted in a real draft-and-verify loop. simulated: the same joint hits, teacher-forced at every reply row.
+- Intervals: 95 %, bootstrap over prompts (a prompt's rounds are not independent).
+"""
+
+USELESS_LENGTH = 1.05  # below this, drafting cannot pay for its own forward passes
+RESAMPLES = 2000
+
+
+class Round(NamedTuple):
+    """One verification. `context` is the number of tokens known before it; `end` is "", "eos" or "limit"."""
+
+    context: int
+    accepted: int  # drafts that entered the output before the round's own last token, 0..K
+    end: str = ""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance over a set of prompts. low/high bound the length at 95 %; survival has one value per draft position."""
+
+    prompts: int
+    rounds: int  # for a simulated figure: supervised rows
+    steps: int
+    length: float
+    low: float
+    high: float
+    rate: float
+    survival: list[float]
+    survival_low: list[float]
+    survival_high: list[float]
+    censored: int = 0
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.length:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def measured(rounds: Sequence[Sequence[Round]], steps: int, *, seed: int = 0) -> Acceptance:
+    """Acceptance of a real loop: `rounds[p]` are the rounds of prompt p, each of `steps` drafts.
+
+    Raises ValueError for an accepted count outside 0..steps.
+    """
+    kept = [[r for r in prompt if r.end != "limit"] for prompt in rounds]
+    accepted = [np.array([r.accepted for r in prompt], dtype=np.int64) for prompt in kept]
+    for p, counts in enumerate(accepted):
+        if counts.size and not 0 <= counts.min() <= counts.max() <= steps:
+            raise ValueError(f"prompt {p}: accepted counts {counts.min()}..{counts.max()} lie outside 0..{steps}")
+    survived_PK = np.array([[(counts > k).sum() for k in range(steps)] for counts in accepted]).reshape(-1, steps)
+    rounds_PK = np.array([[counts.size] * steps for counts in accepted]).reshape(-1, steps)
+    censored = sum(map(len, rounds)) - sum(map(len, kept))
+    return from_counts(survived_PK, rounds_PK, seed=seed, censored=censored)
+
+
+def from_counts(hits_PK: np.ndarray, tried_PK: np.ndarray, *, seed: int = 0, censored: int = 0) -> Acceptance:
+    """Acceptance from joint hits: of `tried_PK[p, k]` chains of prompt p, `hits_PK[p, k]` survive through position k.
+
+    Both [P, K]. The length is 1 + sum_k hits/tried with the sums taken over prompts first: long replies weigh more, as
+    they do in an engine's count of completion tokens per verification. A position never tried survives with share 0.
+    """
+    hits_PK, tried_PK = np.asarray(hits_PK, dtype=np.int64), np.asarray(tried_PK, dtype=np.int64)
+    if (hits_PK > tried_PK).any() or (np.diff(hits_PK, axis=1) > 0).any():
+        raise ValueError("joint hits must not exceed the tries, nor grow with the position")
+    prompts, steps = hits_PK.shape
+    survival_K = _share(hits_PK.sum(0), tried_PK.sum(0))
+    low, high, low_K, high_K = _intervals(hits_PK, tried_PK, seed)
+    return Acceptance(prompts, int(tried_PK[:, :1].sum()), steps, float(1 + survival_K.sum()), low, high,
+                      float(_share(hits_PK.sum(), tried_PK.sum())), survival_K.tolist(), low_K, high_K, censored)
+
+
+def _share(hits: Any, tried: Any) -> np.ndarray:
+    return np.asarray(hits / np.maximum(tried, 1))
+
+
+def _intervals(hits_PK: np.ndarray, tried_PK: np.ndarray, seed: int) -> tuple[float, float, list[float], list[float]]:
+    """95 % percentile bootstrap over prompts of the length and of each survival."""
+    prompts = len(hits_PK)
+    if prompts == 0:
+        return float("nan"), float("nan"), [float("nan")] * hits_PK.shape[1], [float("nan")] * hits_PK.shape[1]
+    drawn = np.random.default_rng(seed).multinomial(prompts, [1 / prompts] * prompts, size=RESAMPLES)  # [B, P] copies of each prompt
+    survival_BK = _share(drawn @ hits_PK, drawn @ tried_PK)
+    low_K, high_K = np.percentile(survival_BK, [2.5, 97.5], axis=0)
+    low, high = np.percentile(1 + survival_BK.sum(1), [2.5, 97.5])
+    return float(low), float(high), low_K.tolist(), high_K.tolist()
+
+
+def by_context(rounds: Sequence[Sequence[Round]], steps: int, edges: Sequence[int], *, seed: int = 0) -> dict[str, Acceptance]:
+    """Measured acceptance in buckets of context length; `edges` are the lower bounds, the first bucket starts at 0."""
+    bounds = [0, *edges, 10**9]
+    buckets: dict[str, Acceptance] = {}
+    for low, high in zip(bounds, bounds[1:], strict=False):
+        inside = [[r for r in prompt if low <= r.context < high] for prompt in rounds]
+        if any(inside):
+            name = f"{low}+" if high == bounds[-1] else f"{low}-{high - 1}"
+            buckets[name] = measured([p for p in inside if p], steps, seed=seed)
+    return buckets
+
+
+def verdict(figure: Acceptance) -> tuple[str, str]:
+    """("useful" | "unclear" | "useless", one sentence). Useless: even the upper bound of the interval is no gain."""
+    found = f"acceptance length {figure} over {figure.prompts} prompts and {figure.rounds:,} rounds"
+    if not figure.rounds:
+        return "unclear", "no complete round was measured; raise eval_tokens"
+    if figure.high <= USELESS_LENGTH:
+        return "useless", f"{found}: even the upper bound is not above {USELESS_LENGTH}, this draft would slow the server down"
+    if figure.low <= USELESS_LENGTH:
+        return "unclear", f"{found}: the interval reaches down to no gain ({USELESS_LENGTH}); measure more prompts or train longer"
+    return "useful", found

@@ -1,0 +1,130 @@
+"""Batches: samples of a store, cut to the rows that training needs and packed behind each other without padding.
+
+Legend: N rows of all documents of a batch, M supervised positions, A captured layers, H target hidden size.
+
+Row i of a document joins the states of token i with token i+1. It is supervised at TTT step k iff tokens i+1 .. i+2+k
+all lie in one reply (a run of True in the loss mask). So at step 0 there is one supervised row for every reply token
+but the last, and step k of the row of supervised position m meets the token, and the target, of position m + k: nothing
+about later steps has to be stored. Rows after a document's last supervised row are never read and are cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3lib.store import Sample
+
+
+@dataclass
+class Batch:
+    """`ids` names the documents in order. Everything about tokens counts from a document's own start."""
+
+    ids: list[str]
+    aux: Tensor  # [N, A*H] captured states of the row's token
+    token: Tensor  # int64 [N] the token after it: the row's input
+    position: Tensor  # int64 [N] the row's number i in its document
+    document: Tensor  # int64 [N] index into `ids`, ascending
+    row: Tensor  # int64 [M] row that is supervised at step 0, ascending
+    left: Tensor  # int64 [M] steps at which it is supervised, counted from step 0: 1, 2, ...
+    last: Tensor  # [M, H] target's last hidden state at the row's input token: its distribution is the row's target
+    greedy: Tensor  # int64 [M] the target's own greedy choice there, over the whole vocabulary
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def to(self, device: torch.device | str) -> Batch:
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()})
+
+
+class Samples(Protocol):
+    """What training needs of a store."""
+
+    def read(self, i: int) -> Sample: ...
+
+
+def steps_left(loss_mask: Tensor) -> Tensor:
+    """bool [T] -> int64 [T]: how many tokens of the same reply come after each token; -1 outside replies."""
+    mask = loss_mask.numpy().astype(np.int64)
+    ends = np.flatnonzero(mask & ~np.append(mask[1:], 0).astype(bool))
+    end = ends[np.searchsorted(ends, np.arange(len(mask))).clip(max=max(len(ends) - 1, 0))] if len(ends) else 0
+    return torch.from_numpy(np.where(mask == 1, end - np.arange(len(mask)), -1))
+
+
+def greedy_tokens(last: Tensor, head: Tensor, chunk: int = 256) -> Tensor:
+    """Last hidden states [M, H], the target's lm_head [V, H] -> the target's greedy token of each, int64 [M]."""
+    parts = [(rows.to(head.dtype) @ head.t()).argmax(-1) for rows in last.split(chunk)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=last.device)
+
+
+class Reader:
+    """Makes batches of a store's samples. The target's greedy tokens are computed once a sample and then kept."""
+
+    def __init__(self, store: Samples, head: Tensor) -> None:
+        """`head` [V, H]: the target's lm_head, in the precision to compute greedy tokens in."""
+        self.store, self.head = store, head
+        self._greedy: dict[int, Tensor] = {}
+
+    def batch(self, samples: list[int]) -> Batch:
+        """Pack these samples of the store. Those without a supervised row take no room; the batch may be empty."""
+        return pack([self._document(i) for i in samples])
+
+    def _document(self, i: int) -> Batch:
+        sample = self.store.read(i)
+        one = document(sample)
+        if i not in self._greedy:
+            self._greedy[i] = greedy_tokens(one.last.to(self.head.device), self.head).cpu()
+        one.greedy = self._greedy[i]
+        return one
+
+
+def document(sample: Sample) -> Batch:
+    """One sample as a batch, `greedy` left at -1."""
+    left = steps_left(sample.loss_mask)
+    row = (left >= 1).nonzero().flatten() - 1  # the token at row + 1 is in a reply and not its last
+    row = row[row >= 0]  # a reply that starts the document has no row before it
+    rows = int(row[-1]) + 1 if len(row) else 0
+    position = torch.arange(rows)
+    return Batch(
+        ids=[sample.id],
+        aux=sample.hidden[:rows, :-1].flatten(1),
+        token=sample.input_ids[1 : rows + 1],
+        position=position,
+        document=torch.zeros_like(position),
+        row=row,
+        left=left[row + 1],
+        last=sample.hidden[row + 1, -1],
+        greedy=torch.full_like(row, -1),
+    )
+
+
+def pack(documents: list[Batch]) -> Batch:
+    """Lay single-document batches behind each other, dropping the empty ones."""
+    kept = [d for d in documents if len(d)] or documents[:1]
+    starts = np.cumsum([0] + [len(d.token) for d in kept])
+    cat = {f.name: torch.cat([getattr(d, f.name) for d in kept]) for f in fields(Batch) if f.name != "ids"}
+    cat["document"] = torch.repeat_interleave(torch.arange(len(kept)), torch.tensor(np.diff(starts)))
+    cat["row"] = torch.cat([d.row + int(start) for d, start in zip(kept, starts, strict=False)])
+    return Batch(ids=[d.ids[0] for d in kept], **cat)
+
+
+def plan(lengths: np.ndarray, samples: np.ndarray, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """The epoch's batches: `samples` in an order drawn from seed and epoch, cut whenever `batch_tokens` are full.
+
+    `lengths` [all samples] in tokens. A sample longer than `batch_tokens` is a batch of its own.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(samples)
+    batches: list[list[int]] = []
+    room = 0
+    for i in order.tolist():
+        if lengths[i] > room:
+            batches.append([])
+            room = batch_tokens
+        batches[-1].append(i)
+        room -= int(lengths[i])
+    return batches

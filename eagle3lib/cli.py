@@ -1,0 +1,125 @@
+"""The command line: `python -m eagle3lib run params/smollm2-cpu.yaml`.
+
+Exit codes: 0 done, 1 a check failed or an error, 2 bad parameters or usage, 130 interrupted. An error is one line on
+stderr (`error: ...`); with --debug the traceback is shown as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from eagle3lib.console import RED, Console
+from eagle3lib.errors import Eagle3Error, ParamError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run the command, return the exit code."""
+    args = parser().parse_args(argv)
+    return guarded(lambda: args.command(args), args.debug)
+
+
+def guarded(command: Callable[[], int], debug: bool = False) -> int:
+    """Run a command; an exception becomes one line on stderr and an exit code."""
+    try:
+        return command()
+    except Eagle3Error as err:
+        return _error(err, debug, err.exit_code)
+    except KeyboardInterrupt as err:
+        return _error(err, debug, 130)
+    except Exception as err:
+        return _error(err, debug, 1)
+
+
+def _error(err: BaseException, debug: bool, code: int) -> int:
+    from eagle3lib.runs import one_line
+
+    if debug:
+        traceback.print_exc()
+    text = str(err) if isinstance(err, Eagle3Error) else one_line(err)
+    Console(sys.stderr).say(f"error: {'interrupted' if code == 130 else text}", RED)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m eagle3lib", description="Train EAGLE-3 drafts for models served by SGLang.")
+    top.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run an experiment: prepare, extract, verify, train, evaluate")
+    run.add_argument("params", type=Path, metavar="PARAMS", help="params file (YAML)")
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a parameter; may be repeated")
+    run.add_argument("--from", dest="start", default="", metavar="STAGE", help="start at this stage of an existing run")
+    run.add_argument("--only", default="", metavar="STAGE", help="run nothing but this stage of an existing run")
+    run.add_argument("--force", action="store_true", help="run stages also when nothing changed")
+    run.add_argument("--dry-run", action="store_true", help="show what would run with which parameters, and stop")
+    run.add_argument("--run-id", default="", metavar="ID", help="name of the run; an existing one is continued")
+    run.add_argument("--stage-timeout", type=float, metavar="SECONDS", help="stop a stage that takes longer")
+    run.add_argument("--jobs", type=int, default=1, metavar="N", help="of a sweep (lists in --set): runs at the same time")
+    run.set_defaults(command=_run)
+
+    report = commands.add_parser("report", help="rebuild a run's report.html and the index of all runs")
+    report.add_argument("run", metavar="RUN", help="run id, or the path of a run folder")
+    report.set_defaults(command=_report)
+
+    compare = commands.add_parser("compare", help="show runs side by side")
+    compare.add_argument("runs", nargs="+", metavar="RUN")
+    compare.add_argument("--metric", default="", help="the metric that decides which run is best")
+    compare.set_defaults(command=_compare)
+
+    open_ = commands.add_parser("open", help="write a stage's notebook with a run's parameters filled in, for JupyterLab")
+    open_.add_argument("run", metavar="RUN")
+    open_.add_argument("stage", metavar="STAGE")
+    open_.set_defaults(command=_open)
+    return top
+
+
+def _run(args: argparse.Namespace) -> int:
+    from eagle3lib import experiment, params, runner, runs, sweep
+
+    overrides = params.parse_set(args.set)
+    if sweep.axes(params.read_notebooks(runs.notebooks_dir()), params.load(args.params), overrides):
+        if args.run_id or args.start or args.only or args.dry_run:
+            raise ParamError("a sweep makes runs of its own: leave --run-id, --from, --only and --dry-run out")
+        return sweep.run(args.params, overrides, jobs=args.jobs)
+    selection = {"run_id": args.run_id, "start": args.start, "only": args.only, "force": args.force}
+    if args.dry_run:
+        print(experiment.describe(args.params, overrides, **selection))
+        return 0
+    return runner.run(args.params, overrides, **selection, stage_timeout_s=args.stage_timeout).exit_code
+
+
+def _report(args: argparse.Namespace) -> int:
+    from eagle3lib import report, runs
+
+    folder = find_run(args.run)
+    for path in (report.write(folder), report.write_index(folder.parent)):
+        print(runs.show_path(path))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from eagle3lib import compare
+
+    print(compare.Comparison([find_run(name) for name in args.runs], args.metric or compare.MEASURE))
+    return 0
+
+
+def _open(args: argparse.Namespace) -> int:
+    from eagle3lib import openrun, runs
+
+    print(f"jupyter lab {runs.show_path(openrun.write(find_run(args.run), args.stage))}")
+    return 0
+
+
+def find_run(name: str) -> Path:
+    """A run folder by its id or path."""
+    from eagle3lib import runs
+
+    for folder in (runs.runs_dir() / name, Path(name)):
+        if folder.is_dir():
+            return folder.resolve()
+    raise Eagle3Error(f"run {name}: no such folder, neither in {runs.show_path(runs.repo_root() / 'runs')} nor as a path")

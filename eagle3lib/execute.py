@@ -1,0 +1,85 @@
+"""Execute one notebook through papermill, in a process of its own: `python -m eagle3lib.execute`, the job as JSON on stdin.
+
+A process of its own because papermill changes the working directory of the whole process, and because a runner that
+waits for a process can always go on, whatever state the kernel is in. The cells' streams go to its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from eagle3lib.procs import Family, adopt_orphans
+from eagle3lib.runs import ENV_NONCE
+
+
+def execute(job: dict[str, Any]) -> int:
+    """Run job["input"] into job["output"] with job["parameters"] in folder job["cwd"]. 1 when papermill reports an error."""
+    import papermill
+    from papermill.exceptions import PapermillException, PapermillExecutionError
+    from traitlets.config import Config
+
+    try:
+        papermill.execute_notebook(
+            job["input"],
+            job["output"],
+            parameters=job["parameters"],
+            cwd=job["cwd"],
+            kernel_name="python3",
+            progress_bar=False,
+            stdout_file=sys.stdout,
+            stderr_file=sys.stderr,
+            start_timeout=300,
+            iopub_timeout=60,
+            coalesce_streams=True,
+            store_widget_state=False,
+            # Sockets in a private folder instead of TCP ports: no clash among parallel runs, nothing to connect to.
+            config=Config({"KernelManager": {"transport": "ipc"}}),
+        )
+    except PapermillExecutionError:
+        return 1  # the notebook's own error: it stands in the notebook
+    except (PapermillException, RuntimeError, OSError) as err:
+        print(f"{type(err).__name__}: {err}", flush=True)
+        return 1
+    return 0
+
+
+def follow_parent(family: Family) -> None:
+    """End this process and all its descendants as soon as the runner is gone, however it went."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        family.end()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    adopt_orphans()
+    family = Family(os.getpid(), os.environ.get(ENV_NONCE, ""))
+    follow_parent(family)
+    code = execute(json.load(sys.stdin))
+    if left := family.end():
+        print(f"ended what the notebook left running: {', '.join(left)}", flush=True)
+    reap()
+    return code
+
+
+def reap() -> None:
+    """Collect adopted children that ended, so that they do not stay in the process table."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Where training starts: a draft that already speaks the target's language.
+
+The head's rows and the final norm are the target's own, so the draft's first guesses live in the right space. The
+captured streams are brought to unit size: raw ones differ by orders of magnitude (SmolLM2: a median root-mean-square of
+3, 6 and 23; token 0 a thousand), and one learning rate then overshoots for `fc` while it suits the rest. The branches
+of the layer start small, so that the residual path carries the signal at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle3lib import targets
+from eagle3lib.batches import Samples
+from eagle3lib.draft import Draft, DraftConfig
+
+BRANCH = 0.1  # factor on the projections that write into the residual stream
+SAMPLES = 64  # samples of the store that the scale of the features is read from
+FINAL_NORM = ("model.norm.weight", "language_model.model.norm.weight", "model.language_model.norm.weight")
+
+
+def new_draft(cfg: DraftConfig, d2t: Tensor, t2d: Tensor, target: Path, store: Samples, samples: Sequence[int], seed: int) -> Draft:
+    """A draft ready to be trained. `target`: the model folder; `samples`: those of `store` that it may learn from."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draft = Draft(cfg, d2t, t2d)
+    _from_target(draft, target)
+    draft.scale_features(feature_scale(store, samples[:SAMPLES]).repeat_interleave(cfg.target_hidden_size))
+    return draft
+
+
+@torch.no_grad()
+def _from_target(draft: Draft, target: Path) -> None:
+    head_VH, embed_VH = targets.head_weights(target)
+    draft.embed_tokens.weight.copy_(embed_VH)
+    draft.lm_head.weight.copy_(head_VH[draft.target_ids])
+    if (norm := targets.find_tensor(target, FINAL_NORM)) is not None:
+        draft.norm.weight.copy_(norm)
+    draft.fc.weight.mul_(3**0.5)  # torch's start shrinks inputs of unit size by that
+    draft.midlayer.self_attn.o_proj.weight.mul_(BRANCH)
+    draft.midlayer.mlp.down_proj.weight.mul_(BRANCH)
+
+
+def feature_scale(store: Samples, samples: Sequence[int]) -> Tensor:
+    """The power of two nearest to the median root-mean-square of each captured stream over tokens, float32 [A]."""
+    tokens = torch.cat([store.read(int(i)).hidden[:, :-1].float() for i in samples])
+    size = tokens.pow(2).mean(-1).sqrt().nanmedian(0).values.nan_to_num(1.0, 1.0).clamp(min=1e-6)
+    return torch.exp2(size.log2().round())

@@ -1,0 +1,254 @@
+"""Figures: one style, axes with units, a title that states the finding, a text alternative for those who cannot see it.
+
+Every function draws, shows and closes one figure. Colours are Okabe and Ito's (jfly.uni-koeln.de/color), which
+colour-blind readers can tell apart; line styles and labels repeat what colour says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000"
+CYCLE = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK)
+MARKERS = "osD^v<>"
+STYLE = {
+    "figure.dpi": 110, "figure.figsize": (7.2, 3.4), "figure.constrained_layout.use": True, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "axes.titlelocation": "left", "axes.titlesize": 11,
+    "axes.titleweight": "bold", "font.size": 9.5, "legend.frameon": False,
+}
+
+
+def figure(columns: int = 1, height: float = 3.4) -> tuple[Figure, list[Axes]]:
+    with plt.rc_context(STYLE):
+        fig, axes = plt.subplots(1, columns, figsize=(7.2 if columns == 1 else 9.6, height), squeeze=False)
+    return fig, list(axes[0])
+
+
+def title(ax: Axes, text: str) -> None:
+    """The finding, left-aligned and bold; two lines at most."""
+    ax.set_title(text, loc="left", fontsize=10.5, fontweight="bold", wrap=True)
+
+
+def show(fig: Figure, alt: str) -> None:
+    """Show once, with `alt` as the image's text alternative, and free the memory."""
+    from IPython.display import display
+
+    display(fig, metadata={"image/png": {"alt": alt}})
+    plt.close(fig)
+
+
+# prepare -----------------------------------------------------------------------------------------------------------
+
+
+def token_histogram(n_tokens: Sequence[int], n_supervised: Sequence[int]) -> None:
+    """Tokens a row beside supervised tokens a row."""
+    tokens, supervised = np.asarray(n_tokens), np.asarray(n_supervised)
+    fig, (ax,) = figure()
+    bins = np.linspace(0, tokens.max() + 1, 31)
+    ax.hist(tokens, bins, color=BLUE, alpha=0.75, label="whole row")
+    ax.hist(supervised, bins, histtype="step", color=VERMILION, linewidth=1.8, label="supervised (reply)")
+    text = (f"{len(tokens):,} rows of {np.median(tokens):.0f} tokens (median, {tokens.max():,} at most); "
+            f"{supervised.sum() / tokens.sum():.0%} of {tokens.sum():,} tokens are supervised")
+    title(ax, text)
+    ax.set(xlabel="tokens a row", ylabel="rows")
+    ax.legend()
+    show(fig, f"Histogram of row lengths. {text}.")
+
+
+def coverage_curve(sizes: Sequence[int], shares: Sequence[float], chosen: int) -> None:
+    """Share of supervised tokens that a draft vocabulary of N most frequent tokens covers."""
+    share = float(np.interp(chosen, sizes, shares))
+    fig, (ax,) = figure()
+    ax.plot(sizes, np.asarray(shares) * 100, color=BLUE, marker="o", markersize=4)
+    ax.axvline(chosen, color=VERMILION, linestyle="--")
+    ax.annotate(f"{chosen:,} tokens", (chosen, min(shares) * 100), color=VERMILION, rotation=90, va="bottom", ha="right")
+    text = f"A draft vocabulary of {chosen:,} tokens covers {share:.2%} of the supervised tokens"
+    title(ax, text)
+    ax.set(xlabel="draft vocabulary [tokens]", ylabel="supervised tokens covered [%]", xscale="log")
+    show(fig, f"Coverage against draft vocabulary size. {text}.")
+
+
+# extract -----------------------------------------------------------------------------------------------------------
+
+
+def dump_sizes(sample_bytes: Sequence[int], predicted: int, written: int) -> None:
+    """Bytes a sample, and the total on disk beside the forecast made before the run."""
+    fig, (left, right) = figure(2)
+    left.hist(np.asarray(sample_bytes) / 1e6, 30, color=BLUE)
+    title(left, f"A sample takes {np.median(sample_bytes) / 1e6:.2f} MB (median)")
+    left.set(xlabel="dump size of a sample [MB]", ylabel="samples")
+    bars = right.barh(["forecast", "written"], [predicted / 1e6, written / 1e6], color=[SKY, BLUE])
+    right.bar_label(bars, fmt="%.1f MB", padding=3)
+    right.set(xlabel="size on disk [MB]", xlim=(0, max(predicted, written) / 1e6 * 1.25))
+    off = written / predicted - 1
+    title(right, f"Written: {off:+.2%} of the forecast")
+    show(fig, f"Dump sizes: {len(sample_bytes)} samples; forecast {predicted / 1e6:.1f} MB, written {written / 1e6:.1f} MB, {off:+.2%}.")
+
+
+def throughput(seconds: Sequence[float], tokens: Sequence[int]) -> None:
+    """Extracted tokens over time; a straight line is a saturated engine."""
+    t, n = np.asarray(seconds), np.asarray(tokens)
+    fig, (ax,) = figure(height=2.8)
+    ax.plot(t, n, color=BLUE)
+    ax.yaxis.set_major_formatter(EngFormatter())
+    text = f"{n[-1]:,} tokens in {t[-1]:.0f} s: {n[-1] / max(t[-1], 1e-9):,.0f} tokens/s through engine, capture and store"
+    title(ax, text)
+    ax.set(xlabel="time since the first request [s]", ylabel="tokens stored")
+    show(fig, f"Cumulative tokens over time. {text}.")
+
+
+# verify ------------------------------------------------------------------------------------------------------------
+
+
+def parity(errors: Mapping[str, Mapping[int, float]]) -> None:
+    """errors[stream][k]: median per-token relative error of a dumped stream against float32 r_k, for neighbouring k."""
+    fig, (ax,) = figure()
+    worst = max(errors[s][min(errors[s], key=errors[s].get)] for s in errors)
+    for n, (stream, by_layer) in enumerate(errors.items()):
+        layers = sorted(by_layer)
+        ax.plot(layers, [by_layer[k] for k in layers], color=CYCLE[n], marker=MARKERS[n], label=f"dumped as {stream}")
+    text = f"Each dumped stream is the layer it says: error at most {worst:.3f} there, {_nearest_wrong(errors):.2f} or more next to it"
+    title(ax, text)
+    ax.set(xlabel="residual stream r_k of the float32 reference [layer]", ylabel="median relative error a token", yscale="log")
+    ax.legend()
+    show(fig, f"Error of each dumped stream against neighbouring layers of the reference. {text}.")
+
+
+def _nearest_wrong(errors: Mapping[str, Mapping[int, float]]) -> float:
+    return min(sorted(by_layer.values())[1] for by_layer in errors.values())
+
+
+def norm_profile(norms: Mapping[str, Sequence[float]]) -> None:
+    """Median norm of each stream by position in the row; the first token's outlier is expected in Llama models."""
+    fig, (ax,) = figure()
+    for n, (stream, values) in enumerate(norms.items()):
+        ax.plot(np.arange(len(values)), values, color=CYCLE[n], label=stream, linewidth=1.3)
+    first = {s: v[0] / np.median(v) for s, v in norms.items()}
+    most = max(first, key=first.get)
+    text = f"Norms are steady along the row; token 0 of {most} is {first[most]:,.0f} times the median (an attention sink)" if first[most] > 3 else \
+        "Norms are steady along the row"
+    title(ax, text)
+    ax.set(xlabel="position in the row [token]", ylabel="median norm", yscale="log")
+    ax.legend(ncols=4)
+    show(fig, f"Median norm of each stream by position. {text}.")
+
+
+# train -------------------------------------------------------------------------------------------------------------
+
+
+class Live:
+    """Collects training records and redraws one figure in place: live in JupyterLab, one tidy figure in batch."""
+
+    def __init__(self, every_s: float = 10.0):
+        self.every_s, self._drawn, self._handle = every_s, time.monotonic(), None
+        self.history: list[Mapping[str, Any]] = []
+        self.heldout: list[Mapping[str, Any]] = []
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Take a line of metrics.jsonl: a step (loss, hits) or the end of an epoch (acceptance_length)."""
+        if record.get("acceptance_length") is not None:
+            self.heldout.append(record)
+        elif record.get("loss") is not None:
+            self.history.append(record)
+        if time.monotonic() - self._drawn > self.every_s:
+            self.draw()
+
+    def draw(self) -> None:
+        from IPython.display import display
+
+        if not self.history:
+            return
+        fig, alt = training_curves(self.history, self.heldout)
+        shown = {"metadata": {"image/png": {"alt": alt}}}
+        if self._handle is None:
+            self._handle = display(fig, display_id=True, **shown)
+        else:
+            self._handle.update(fig, **shown)
+        plt.close(fig)
+        self._drawn = time.monotonic()
+
+
+def training_curves(history: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]] = ()) -> tuple[Figure, str]:
+    """Loss, and hit rate of each TTT step, over training steps: the figure and its text alternative.
+
+    history: records with step, loss, hits (K rates in 0..1, None where no row was left). heldout: step, acceptance_length.
+    """
+    fig, (left, right) = figure(2)
+    steps = [r["step"] for r in history]
+    loss = np.array([r["loss"] for r in history], float)
+    ends = max(1, len(loss) // 20)
+    left.plot(steps, loss, color=SKY, linewidth=0.8, label="each step")
+    left.plot(steps, _smooth(loss), color=BLUE, linewidth=2, label="smoothed")
+    fall = f"Loss falls from {loss[:ends].mean():.2f} to {loss[-ends:].mean():.2f}"
+    title(left, fall)
+    left.set(xlabel="optimizer step", ylabel="weighted soft cross-entropy [nats]")
+    left.legend()
+    hits = np.array([r["hits"] for r in history], float)
+    for k in range(hits.shape[1]):
+        right.plot(steps, _smooth(hits[:, k]) * 100, color=CYCLE[k % 7], linestyle=("-", "--", "-.", ":")[k % 4], label=f"step {k}")
+    right.set(xlabel="optimizer step", ylabel="hit rate, smoothed [%]")
+    right.legend(ncols=2, title="TTT")
+    found = f"Held-out acceptance length {heldout[-1]['acceptance_length']:.2f} (simulated, chain)" if heldout else "Hit rate of each TTT step"
+    title(right, found)
+    return fig, f"Training curves over {steps[-1]:,} steps. {fall}. {found}."
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Trailing mean over a twentieth of the run; gaps (NaN) are left out of it."""
+    width = max(1, len(values) // 20)
+    known = np.isfinite(values)
+    low = np.maximum(np.arange(1, len(values) + 1) - width, 0)
+    sums, counts = (np.cumsum(np.concatenate([[0.0], v])) for v in (np.where(known, values, 0.0), known))
+    with np.errstate(invalid="ignore"):
+        return (sums[1:] - sums[low]) / (counts[1:] - counts[low])
+
+
+# evaluate ----------------------------------------------------------------------------------------------------------
+
+
+def acceptance_bars(sets: Mapping[str, Mapping[str, Any]], steps: int) -> None:
+    """Measured acceptance length a set with its 95 % interval, the simulated figure beside it, baseline 1.0.
+
+    sets[name]: measured, low, high, simulated, rounds.
+    """
+    fig, (ax,) = figure()
+    names = list(sets)
+    x = np.arange(len(names))
+    measured = np.array([sets[n]["measured"] for n in names])
+    spread = np.array([[sets[n]["measured"] - sets[n]["low"], sets[n]["high"] - sets[n]["measured"]] for n in names]).T
+    ax.bar(x, measured, 0.55, color=BLUE, yerr=np.maximum(spread, 0), capsize=4, label="measured (95 % interval)")
+    ax.plot(x, [sets[n]["simulated"] for n in names], "D", color=ORANGE, markeredgecolor=BLACK, label="simulated (teacher-forced, joint)")
+    for i in range(len(names)):
+        ax.annotate(f"{measured[i]:.2f}", (x[i] - 0.24, 0.04), color="white", fontweight="bold")
+    ax.axhline(1.0, color=BLACK, linestyle="--", linewidth=1)
+    ax.annotate("1.0: no draft", (len(names) - 0.5, 1.0), ha="right", va="bottom")
+    ax.set_xticks(x, [f"{n}\n{sets[n]['rounds']:,} rounds" for n in names])
+    ax.set(ylabel="acceptance length [tokens a round]", ylim=(0, max(steps / 2, float(np.max(measured + spread[1])) * 1.25)))
+    best = max(names, key=lambda n: sets[n]["measured"])
+    text = f"{measured.mean():.2f} tokens a target forward on average, {sets[best]['measured']:.2f} on {best} (chain of {steps})"
+    title(ax, text)
+    ax.legend(loc="upper right")
+    show(fig, "Acceptance length by set. " + text + ". " + "; ".join(
+        f"{n}: measured {sets[n]['measured']:.2f} ({sets[n]['low']:.2f} to {sets[n]['high']:.2f}), simulated {sets[n]['simulated']:.2f}" for n in names) + ".")
+
+
+def survival(sets: Mapping[str, Sequence[float]]) -> None:
+    """sets[name][k]: share of rounds in which draft tokens 1..k+1 were all accepted."""
+    fig, (ax,) = figure(height=3.0)
+    for n, (name, values) in enumerate(sets.items()):
+        ax.plot(np.arange(1, len(values) + 1), np.asarray(values) * 100, color=CYCLE[n], marker=MARKERS[n], label=name)
+    first = np.mean([v[0] for v in sets.values()])
+    title(ax, f"The first drafted token is accepted in {first:.0%} of the rounds")
+    ax.set(xlabel="draft position", ylabel="rounds accepted up to here [%]", ylim=(0, None))
+    ax.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
+    ax.legend()
+    show(fig, "Share of rounds accepted up to each draft position: " + "; ".join(
+        f"{n}: " + ", ".join(f"{v:.0%}" for v in values) for n, values in sets.items()) + ".")

@@ -1,0 +1,195 @@
+"""Preflight: what must hold before a server is started, found out in a second instead of after a night.
+
+Every function raises Eagle3Error that names what was found, what was wanted and the way out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from eagle3lib import redact
+from eagle3lib.errors import Eagle3Error
+
+PLUGIN_DIR = Path(__file__).resolve().parent / "sglang_plugin"
+PLUGIN = "eagle3_capture"  # the name of its entry point
+# Runs in the engine's interpreter. Looks sglang up without importing it: that alone takes seconds.
+PROBE = """
+import importlib.metadata as metadata, importlib.util, json, os, platform, sys
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+spec = importlib.util.find_spec("sglang")
+places = list(spec.submodule_search_locations or []) if spec else []
+points = metadata.entry_points()
+group = points.select(group="sglang.srt.plugins") if hasattr(points, "select") else points.get("sglang.srt.plugins", [])
+print(json.dumps({
+    "executable": sys.executable,
+    "launcher": any(os.path.isfile(os.path.join(place, "launch_server.py")) for place in places),
+    "plugins": sorted({p.name for p in group}),
+    "versions": {"python": platform.python_version(), **{n: version(n) for n in ("sglang", "torch", "transformers", "safetensors")}},
+}))
+"""
+
+
+def engine_environment(extra: dict[str, str]) -> dict[str, str]:
+    """The server's environment: ours without the secrets (the server needs none), with the plugin's folder on PYTHONPATH."""
+    kept = {name: value for name, value in os.environ.items() if value not in redact.secrets() and not name.startswith("SGLANG_HS_")}
+    path = os.pathsep.join(filter(None, [str(PLUGIN_DIR), kept.get("PYTHONPATH")]))
+    return {**kept, "PYTHONPATH": path, "SGLANG_PLUGINS": PLUGIN, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **extra}
+
+
+def interpreter(python: str, cwd: Path) -> dict[str, Any]:
+    """What the interpreter that will run the server can see: {"executable", "launcher", "plugins", "versions"}.
+
+    cwd: the folder that the server will run in; it is on Python's search path there, so it must be here too.
+    """
+    found = _ask_interpreter(python, cwd)
+    versions = ", ".join(f"{name} {version or 'absent'}" for name, version in found["versions"].items())
+    if not found["launcher"]:
+        raise Eagle3Error(f"engine interpreter {python}: it has no module sglang.launch_server (found: {versions}); wanted: SGLang 0.5.14. "
+                          "Install it there, or set engine_python to the interpreter that has it.")
+    if PLUGIN not in found["plugins"]:
+        raise Eagle3Error(f"engine interpreter {python}: it does not see the capture plugin's entry point {PLUGIN!r} in {PLUGIN_DIR} "
+                          f"(found: {found['plugins']}; {versions}). Is that folder complete and readable?")
+    return found
+
+
+def _ask_interpreter(python: str, cwd: Path) -> dict[str, Any]:
+    try:
+        done = subprocess.run([python, "-c", PROBE], cwd=cwd, env=engine_environment({}), capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Eagle3Error(f"engine interpreter {python}: it cannot be run ({type(error).__name__}: {error}); wanted: a Python 3.11 or 3.12 "
+                          f"with SGLang. Set engine_python to one; \"\" means {sys.executable}.") from None
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise Eagle3Error(f"engine interpreter {python}: asked for its packages, it ended with exit code {done.returncode} ({last}); "
+                          "wanted: a Python with SGLang. Set engine_python to one.") from None
+
+
+# ---- ports ----
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses now, from below the range that Linux hands out to outgoing connections (32768 and up)."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        if _bind_error(port) is None:
+            return port
+
+
+def require_port_free(port: int) -> None:
+    if (error := _bind_error(port)) is not None:
+        raise Eagle3Error(f"engine port {port}: {(error.strerror or str(error)).lower()}, held by {describe_holders(port)}. "
+                          "Stop that process if it is yours, or set engine_port=0 to take a free port.")
+
+
+def _bind_error(port: int) -> OSError | None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error
+    return None
+
+
+def holders(port: int) -> set[int | None]:
+    """Process ids that listen on TCP port `port` of this machine; None stands for a process that we may not see."""
+    return {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+
+
+def describe_holders(port: int) -> str:
+    return "; ".join(describe_process(pid) for pid in sorted(holders(port), key=str)) or "nobody that can be seen"
+
+
+def describe_process(pid: int | None) -> str:
+    """"process 12 (python -m http.server), 34 s old": secrets hidden."""
+    try:
+        process = psutil.Process(pid if pid is not None else -1)
+        command = " ".join(process.cmdline())[:120] or process.name()
+        return f"process {pid} ({redact.hide(command)}), {time.time() - process.create_time():.0f} s old"
+    except (psutil.Error, ValueError):
+        return "a process of another user" if pid is None else f"process {pid}, gone by now"
+
+
+# ---- room ----
+
+
+def dump_base() -> Path:
+    """The folder under which each server run gets its own dump folder: $SGLANG_HS_DUMP_DIR, else shared memory."""
+    shm = Path("/dev/shm")
+    return Path(os.environ.get("SGLANG_HS_DUMP_DIR") or (shm if shm.is_dir() else Path.home() / ".cache") / "sglang_hs")
+
+
+def require_room(folder: Path, needed: int, what: str, way_out: str) -> None:
+    """needed: bytes. The nearest existing parent of `folder` tells the file system."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise Eagle3Error(f"{what}: {folder} has {free / 1e6:,.0f} MB free, {needed / 1e6:,.0f} MB are needed. {way_out}")
+
+
+# ---- an earlier engine of the same run ----
+
+
+def leftover(run_dir: Path) -> dict[str, Any]:
+    """The record of an engine of this run that is still alive or has left a dump folder; {} when all is clean.
+
+    Only what `engine.json` recorded as ours is looked at. Adds "alive": [process ids].
+    """
+    path = Path(run_dir) / "engine.json"
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    alive = [p["pid"] for p in record.get("processes", []) if same_process(p)]
+    folder = record.get("dump_dir")
+    return {**record, "alive": alive} if alive or (folder and Path(folder).exists()) else {}
+
+
+def same_process(recorded: dict[str, Any]) -> bool:
+    """Is {"pid", "created"} still that very process, and not a zombie?"""
+    try:
+        process = psutil.Process(recorded["pid"])
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - recorded["created"]) < 1
+    except psutil.Error:
+        return False
+
+
+def clean_leftover(run_dir: Path) -> list[str]:
+    """End the recorded processes of an earlier engine of this run and delete its dump folder. Says what was done."""
+    record = leftover(run_dir)
+    victims = [psutil.Process(pid) for pid in record.get("alive", [])]
+    for number in ("terminate", "kill"):
+        for process in victims:
+            try:
+                getattr(process, number)()
+            except psutil.NoSuchProcess:
+                continue
+        _, victims = psutil.wait_procs(victims, timeout=10)
+    done = [f"ended process {pid}" for pid in record.get("alive", [])]
+    if (folder := record.get("dump_dir")) and _is_dump_folder(Path(folder), record["nonce"]):
+        shutil.rmtree(folder, ignore_errors=True)
+        done.append(f"deleted {folder}")
+    return done
+
+
+def _is_dump_folder(folder: Path, nonce: str) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and folder.name == nonce and len(nonce) >= 8

@@ -1,0 +1,217 @@
+"""Prepare: conversations into training rows. What notebooks/01_prepare.ipynb calls, in this order:
+
+    loaded = prepare.load(options)                           # records, parsed, cleaned, sampled
+    book = prepare.answer(loaded, chat, engine, run_dir)     # only for answer="target": the target replies
+    prepared = prepare.build(loaded, chat, run_dir, book)    # rows, split, accounting -> <run>/prepared/
+
+Identity is content: a row's sample id is the hash of its ids and mask, the held-out split depends on the first
+prompt alone, and the order of the rows on ids and seed. Neither moves when files are renamed, reordered or grown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+from tqdm import tqdm
+
+from eagle3lib import conversations, prepared, sources
+from eagle3lib.accounting import Accounting
+from eagle3lib.answers import Answer, AnswerBook
+from eagle3lib.chat import Chat, Row, fit
+from eagle3lib.conversations import Drop, Record
+from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.options import Options
+from eagle3lib.prepared import Prepared, forecast, load_prepared
+from eagle3lib.preview import accounting_table, samples_html
+from eagle3lib.records import Item, Loaded, capped, load, nothing_left, refuse_seen
+from eagle3lib.replay import Replay, replay
+
+__all__ = ["Options", "accounting_table", "answer", "build", "forecast", "load", "load_prepared", "samples_html"]
+
+ANSWERS = "answers.jsonl"
+_CHUNK = 4096  # conversations in memory at a time
+T = TypeVar("T")
+_HELDOUT_SEED = 0xEA61E3  # fixed: the split must not move with the run's seed
+
+
+# answer ------------------------------------------------------------------------------------------------------------
+
+
+def answer(loaded: Loaded, chat: Chat, engine: Any, run_dir: Path) -> AnswerBook:
+    """Let the target answer every user turn; returns the book of answers, kept in <run>/answers.jsonl.
+
+    engine: `generate(ids, max_new_tokens=, temperature=, concurrency=, stop_token_ids=, progress=, on_result=)` as in
+    eagle3lib.engine.Engine, and perhaps `fingerprint`, which becomes part of what an answer is kept for. Killed at
+    any moment and run again, it asks only for what is missing.
+    """
+    options = loaded.options
+    _require_context(options, chat)
+    scope = {"target": chat.fingerprint, "engine": getattr(engine, "fingerprint", {}), "sampling": options.sampling}
+    book = AnswerBook(Path(run_dir) / ANSWERS, scope)
+    with book:
+        items = loaded.items(Accounting())
+        while chunk := [item.record for item in itertools.islice(items, _CHUNK)]:
+            _answer_all(chunk, chat, engine, book, options)
+    return book
+
+
+def _require_context(options: Options, chat: Chat) -> None:
+    """A row is sent to the server with room for one new token."""
+    if chat.context is not None and options.max_tokens >= chat.context:
+        raise ParamError(f"max_tokens is {options.max_tokens}; it must be less than the target's context of {chat.context} tokens")
+
+
+def _answer_all(records: list[Record], chat: Chat, engine: Any, book: AnswerBook, options: Options) -> None:
+    """Round r asks the r-th user turn of every conversation that has one."""
+    for turn in itertools.count(1):
+        missing: dict[bytes, list[int]] = {}
+        waiting = []
+        for record in records:
+            prompt = _replay(record, chat, book, options).missing
+            if prompt is not None:
+                missing[book.key(prompt)] = prompt
+                waiting.append(record)
+        if not missing:
+            return
+        _ask(list(missing.values()), f"answer turn {turn}", chat, engine, book, options)
+        records = waiting
+
+
+def _ask(prompts: list[list[int]], label: str, chat: Chat, engine: Any, book: AnswerBook, options: Options) -> None:
+    def keep(index: int, reply: Any) -> None:
+        book.put(prompts[index], _closed(reply, chat))
+
+    engine.generate(prompts, max_new_tokens=options.max_new_tokens, temperature=options.temperature, concurrency=options.concurrency,
+                    stop_token_ids=sorted(chat.stop_ids), progress=label, on_result=keep)
+
+
+def _closed(reply: Any, chat: Chat) -> Answer:
+    """The reply with the stop token that the target wrote, should the server have left it out; nothing is added to a
+    reply that was cut at the limit."""
+    ids = list(reply.output_ids)
+    if reply.finish_reason == "stop" and chat.end_of_turn is not None and (not ids or ids[-1] not in chat.stop_ids):
+        ids.append(chat.end_of_turn)
+    return Answer(ids, reply.finish_reason, getattr(reply, "error", ""))
+
+
+def _replay(record: Record, chat: Chat, book: AnswerBook, options: Options) -> Replay:
+    assert isinstance(record, conversations.Conversation)  # _read has seen to it
+    return replay(chat, record, book, max_tokens=options.max_tokens, truncated=options.truncated, train=options.train_turns,
+                  thinking=options.train_thinking)
+
+
+# build -------------------------------------------------------------------------------------------------------------
+
+
+def build(loaded: Loaded, chat: Chat, run_dir: Path, book: AnswerBook | None = None) -> Prepared:
+    """Make the rows and write <run>/prepared/ (all or nothing); an unchanged preparation is reused.
+
+    book: the answers, for answer="target". Raises Eagle3Error when no row is left, with the table of reasons.
+    """
+    options = loaded.options
+    _require_context(options, chat)
+    if options.answer == "target" and book is None:
+        raise Eagle3Error('answer="target" needs the book of answers: call prepare.answer first')
+    key = _preparation_key(options, chat, book)
+    if key and (found := prepared.find(run_dir, key)):
+        return found
+    accounting = Accounting()
+    rows = _kept(_outcomes(loaded, chat, book, accounting), options, accounting)
+    about = {"key": key, "options": options.content(), "fingerprint": chat.fingerprint, "answers": book.scope if book else None}
+    with prepared.Writer(run_dir, options.seed) as writer:
+        for item, row, sample_id in rows:
+            writer.add(row, item.source, sample_id, _is_heldout(item.record, options.heldout_share))
+        accounting.require_balance()
+        if not accounting.total.rows_kept:
+            raise nothing_left(options, accounting)
+        return writer.finish(accounting, about)
+
+
+def _preparation_key(options: Options, chat: Chat, book: AnswerBook | None) -> str | None:
+    """Equal keys mean equal rows. None when the source's content cannot be hashed: then nothing is reused."""
+    digests = [sources.digest(name) for name, _ in capped(options.prompts)]
+    if None in digests:
+        return None
+    parts = [prepared.FORMAT, options.content(), chat.fingerprint, digests, book.scope_hash if book else None]
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+
+Outcome = tuple[Item, Row]
+
+
+def _outcomes(loaded: Loaded, chat: Chat, book: AnswerBook | None, accounting: Accounting) -> Iterator[Outcome]:
+    """All rows of all records; drops are counted."""
+    options = loaded.options
+
+    def rows(item: Item) -> list[Row | Drop]:
+        if book is None:
+            return chat.rows(item.record, train=options.train_turns, thinking=options.train_thinking)
+        return _answered(item.record, chat, book, options)
+
+    items = tqdm(loaded.items(accounting), desc="rows", total=loaded.size, unit=" records", mininterval=1)
+    for item, outcomes in _in_threads(rows, items):
+        accounting.of(item.source).rows_split += len(outcomes) - 1
+        for outcome in outcomes:
+            if isinstance(outcome, Drop):
+                accounting.drop(item.source, outcome.reason, item.where, outcome.detail)
+            else:
+                yield item, outcome
+
+
+def _in_threads(function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[tuple[Item, T]]:
+    """(item, function(item)) in the items' order. Threads are enough: encoding, most of the work, runs beside Python."""
+    workers = os.cpu_count() or 1
+    pending: deque[tuple[Item, Future[T]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for item in items:
+            pending.append((item, pool.submit(function, item)))
+            if len(pending) > 16 * workers:
+                item, future = pending.popleft()
+                yield item, future.result()
+        while pending:
+            item, future = pending.popleft()
+            yield item, future.result()
+
+
+def _answered(record: Record, chat: Chat, book: AnswerBook, options: Options) -> list[Row | Drop]:
+    result = _replay(record, chat, book, options)
+    if result.missing is not None:
+        raise Eagle3Error("some prompts have no answer yet; call prepare.answer again, it asks only for what is missing")
+    return result.outcomes
+
+
+def _kept(outcomes: Iterator[Outcome], options: Options, accounting: Accounting) -> Iterator[tuple[Item, Row, str]]:
+    """The rows that fit max_tokens, each content once, with their sample ids."""
+    seen: set[bytes] = set()
+    for item, row in outcomes:
+        try:
+            cut = fit(row, options.max_tokens)
+            sample_id = id_of(cut)
+            refuse_seen(bytes.fromhex(sample_id), seen)
+        except Drop as drop:
+            accounting.drop(item.source, drop.reason, item.where, drop.detail)
+            continue
+        count = accounting.of(item.source)
+        count.rows_kept += 1
+        count.rows_cut += len(cut.input_ids) < len(row.input_ids)
+        yield item, cut, sample_id
+
+
+def id_of(row: Row) -> str:
+    """The sample id: 32 hex characters, the hash of the ids (int32, little endian) and the mask (one byte a token)."""
+    ids, mask = np.asarray(row.input_ids, dtype="<i4"), np.asarray(row.loss_mask, dtype=np.uint8)
+    return xxhash.xxh3_128_hexdigest(ids.tobytes() + mask.tobytes())
+
+
+def _is_heldout(record: Record, share: float) -> bool:
+    """By the first prompt, so that all rows of a conversation, and other answers to it, fall on the same side."""
+    return xxhash.xxh3_64_intdigest(record.first_prompt.strip().encode(), seed=_HELDOUT_SEED) < share * 2**64

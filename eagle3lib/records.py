@@ -1,0 +1,142 @@
+"""Records: what a preparation starts from: read, parsed, cleaned of copies and of evaluation text, and sampled."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import xxhash
+from tqdm import tqdm
+
+from eagle3lib import conversations, overlap, sources
+from eagle3lib.accounting import Accounting
+from eagle3lib.conversations import Drop, Record
+from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.options import Options
+from eagle3lib.replay import questions
+
+DUPLICATE = "duplicate"
+NEAR_DUPLICATE = "near duplicate"
+OVERLAP = "shares 8 words in a row with an evaluation set"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One usable record and where it came from."""
+
+    record: Record
+    source: str
+    where: str
+
+
+class Loaded:
+    """The usable records: a sample that is in memory, or, with max_prompts=0, read from the source each time."""
+
+    def __init__(self, options: Options, items: list[Item] | None = None, accounting: Accounting | None = None):
+        self.options, self._items, self._accounting = options, items, accounting
+
+    @property
+    def size(self) -> int | None:
+        """How many usable records; None when only reading them all would tell."""
+        return None if self._items is None else len(self._items)
+
+    def items(self, accounting: Accounting) -> Iterator[Item]:
+        """The records; what was read and dropped on the way is added to `accounting`, which must be empty."""
+        if self._items is None or self._accounting is None:
+            yield from _read(self.options, accounting)
+            return
+        before = self._accounting.copy()
+        accounting.sources, accounting.examples = before.sources, before.examples
+        yield from self._items
+
+    def __repr__(self) -> str:
+        if self._items is None or self._accounting is None:
+            return f"all records of {self.options.prompts}"
+        return f"{len(self._items):,} of {self._accounting.total.records_read:,} records of {self.options.prompts}"
+
+
+def load(options: Options) -> Loaded:
+    """Read, parse, clean and sample the records. Raises Eagle3Error: no such source, a broken file (with its line), or
+    nothing left, with the table of reasons."""
+    for name, _ in capped(options.prompts):
+        sources.read(name)  # a wrong name is told now, not hours later
+    if not options.max_prompts:
+        return Loaded(options)
+    accounting = Accounting()
+    items = _sample(tqdm(_read(options, accounting), desc="read", unit=" records", mininterval=1), options, accounting)
+    if not items:
+        raise nothing_left(options, accounting)
+    return Loaded(options, items, accounting)
+
+
+def capped(prompts: str | list[str]) -> list[tuple[str, int | None]]:
+    """[(source, cap or None)] of the prompts option."""
+    found: list[tuple[str, int | None]] = []
+    for one in [prompts] if isinstance(prompts, str) else prompts:
+        name, at, cap = one.rpartition("@")
+        found.append((name, int(cap)) if at and cap.isdigit() else (one, None))
+    if not found:
+        raise ParamError("prompts is an empty list; name at least one source")
+    return found
+
+
+def _raws(options: Options) -> Iterator[sources.Raw]:
+    for name, cap in capped(options.prompts):
+        yield from itertools.islice(sources.read(name), cap)
+
+
+def _read(options: Options, accounting: Accounting) -> Iterator[Item]:
+    clean = _Cleaner(options)
+    for raw in _raws(options):
+        accounting.of(raw.source).records_read += 1
+        try:
+            record = conversations.parse(raw.value)
+            if options.answer == "target":
+                record = questions(record)
+            clean.require(record)
+        except Drop as drop:
+            accounting.drop(raw.source, drop.reason, raw.where, drop.detail)
+            continue
+        yield Item(record, raw.source, raw.where)
+
+
+class _Cleaner:
+    """Drops what was there before, what is nearly the same, and what belongs to an evaluation set."""
+
+    def __init__(self, options: Options):
+        self._runs = overlap.Runs.of_evalsets() if options.decontaminate else None
+        self._near = overlap.NearDuplicates(options.near_duplicates) if options.near_duplicates else None
+        # Without a sample there may be very many records; then build finds the duplicates among their rows.
+        self._seen: set[bytes] | None = set() if options.max_prompts or options.near_duplicates else None
+
+    def require(self, record: Record) -> None:
+        if self._seen is not None:
+            refuse_seen(xxhash.xxh3_128_digest(record.canonical.encode()), self._seen)
+        if self._runs and (shared := next(filter(None, map(self._runs.meets, record.texts)), "")):
+            raise Drop(OVERLAP, repr(shared))
+        if self._near and record.texts and self._near.meets("\n".join(record.texts)):
+            raise Drop(NEAR_DUPLICATE)
+
+
+def refuse_seen(key: bytes, seen: set[bytes]) -> None:
+    if key in seen:
+        raise Drop(DUPLICATE)
+    seen.add(key)
+
+
+def _sample(items: Iterable[Item], options: Options, accounting: Accounting) -> list[Item]:
+    """The max_prompts items whose seeded content hash is smallest: the same whatever their order."""
+    heap: list[tuple[int, int, Item]] = []  # the largest hash comes out first; the number keeps items from being compared
+    for number, item in enumerate(items):
+        rank = -xxhash.xxh3_128_intdigest(item.record.canonical.encode(), seed=options.seed)
+        heapq.heappush(heap, (rank, number, item))
+        if len(heap) > options.max_prompts:
+            _, _, out = heapq.heappop(heap)
+            accounting.of(out.source).not_sampled += 1
+    return [item for _, _, item in sorted(heap, reverse=True)]
+
+
+def nothing_left(options: Options, accounting: Accounting) -> Eagle3Error:
+    return Eagle3Error("\n".join([f"no conversations left of {options.prompts!r}; what became of the records:", *accounting.lines()]))
