@@ -18,6 +18,7 @@ import tempfile
 import time
 from itertools import islice
 from pathlib import Path
+from statistics import median
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"  # the tokenizer alone may use all cores
 
@@ -51,18 +52,28 @@ def tokenizer_alone(chat: Chat, path: Path) -> float:
     return seconds
 
 
+def prepare_all(chat: Chat, path: Path, run: Path) -> tuple[float, int]:
+    """(seconds from the file to the finished folder, tokens)."""
+    start = time.perf_counter()
+    options = prepare.Options(prompts=str(path), answer="data", max_prompts=0, max_tokens=8000)
+    prepared = prepare.build(prepare.load(options), chat, run)
+    return time.perf_counter() - start, prepared.about["tokens"]
+
+
 def measure(chat: Chat, folder: Path, megabytes: float) -> None:
+    """Tokenizer and prepare in turn, three times each; medians, because other work on the machine disturbs both."""
     path = folder / f"{megabytes:g}.jsonl"
     write_records(path, megabytes)
     size = path.stat().st_size / 1e6
-    alone = tokenizer_alone(chat, path)
-    start = time.perf_counter()
-    options = prepare.Options(prompts=str(path), answer="data", max_prompts=0, max_tokens=8000)
-    prepared = prepare.build(prepare.load(options), chat, folder / f"run-{megabytes:g}")
-    seconds = time.perf_counter() - start
+    alone, ours, shares = [], [], []
+    for turn in range(3):
+        alone.append(tokenizer_alone(chat, path))
+        seconds, tokens = prepare_all(chat, path, folder / f"run-{megabytes:g}-{turn}")
+        ours.append(seconds)
+        shares.append(alone[-1] / seconds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(f"{size:8.1f} MB: {size / seconds:6.2f} MB/s ({prepared.about['tokens'] / seconds:,.0f} tok/s); tokenizer alone "
-          f"{size / alone:6.2f} MB/s; share {alone / seconds:.0%}; peak memory {peak:.2f} GB", flush=True)
+    print(f"{size:8.1f} MB: {size / median(ours):6.2f} MB/s ({tokens / median(ours):,.0f} tok/s); tokenizer alone "
+          f"{size / median(alone):6.2f} MB/s; share {median(shares):.0%}; peak memory {peak:.2f} GB", flush=True)
 
 
 def main() -> None:

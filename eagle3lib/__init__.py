@@ -3,4 +3,8 @@
 Flat modules, one noun each; docs/structure.md has a line for every one of them.
 """
 
+import warnings
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # progress is plain text here, not a widget
+
 __version__ = "0.1.0"

@@ -80,16 +80,21 @@ class Accounting:
 
     def lines(self) -> list[str]:
         """The table as text, for errors and terminals."""
-        total = self.total
-        rows = [("records read", total.records_read)]
-        rows += [("not sampled (max_prompts)", total.not_sampled)] if total.not_sampled else []
-        rows += [("more rows by splitting", total.rows_split)] if total.rows_split else []
-        rows += [("rows in", total.rows_in)]
-        rows += [(f"dropped: {reason}", n) for reason, n in total.to_dict()["dropped"].items()]
-        rows += [("rows kept", total.rows_kept)]
-        rows += [("  of these cut to max_tokens", total.rows_cut)] if total.rows_cut else []
-        return [f"{n:>12,}  {name}" + self._example(name) for name, n in rows]
+        return as_lines(table(self.to_dict()))
 
-    def _example(self, name: str) -> str:
-        example = self.examples.get(name.removeprefix("dropped: "))
-        return f"  (first: {example})" if example else ""
+
+Line = tuple[str, int, str]  # name, count, where it was first met
+
+
+def table(counts: dict[str, Any]) -> list[Line]:
+    """The lines that tell what became of the records, from the dictionary that prepared.json holds."""
+    lines: list[Line] = [("records read", counts["records_read"], "")]
+    lines += [("not sampled (max_prompts)", counts["not_sampled"], "")] if counts["not_sampled"] else []
+    lines += [("more rows by splitting", counts["rows_split"], "")] if counts["rows_split"] else []
+    lines += [("rows in", counts["rows_in"], "")]
+    lines += [(f"dropped: {reason}", n, counts["examples"].get(reason, "")) for reason, n in counts["dropped"].items()]
+    return [*lines, ("rows kept", counts["rows_kept"], ""), ("of these: cut to max_tokens", counts["rows_cut"], "")]
+
+
+def as_lines(lines: list[Line]) -> list[str]:
+    return [f"{n:>12,}  {name}" + (f"  (first: {first})" if first else "") for name, n, first in lines]

@@ -51,9 +51,11 @@ class Row:
 def fit(row: Row, max_tokens: int) -> Row:
     """The row cut to max_tokens. Drop when no two neighbouring supervised tokens remain: the first label of a reply
     is its second token, so one alone trains nothing."""
-    cut = Row(row.input_ids[:max_tokens], row.loss_mask[:max_tokens])
     if not _has_label(row.loss_mask):
         raise Drop(TOO_SHORT)
+    if len(row.input_ids) <= max_tokens:
+        return row
+    cut = Row(row.input_ids[:max_tokens], row.loss_mask[:max_tokens])
     if not _has_label(cut.loss_mask):
         raise Drop(TOO_LONG, f"{len(row.input_ids)} tokens")
     return cut

@@ -74,6 +74,11 @@ def parser() -> argparse.ArgumentParser:
     open_.add_argument("run", metavar="RUN")
     open_.add_argument("stage", metavar="STAGE")
     open_.set_defaults(command=_open)
+
+    check = commands.add_parser("check-draft", help="check an EAGLE-3 draft folder, ours or anybody's, as SGLang will read it")
+    check.add_argument("draft", type=Path, metavar="DIR")
+    check.add_argument("--target", default="", metavar="TARGET", help="also check it against this target (folder, hub name or smollm2)")
+    check.set_defaults(command=_check_draft)
     return top
 
 
@@ -99,6 +104,12 @@ def _report(args: argparse.Namespace) -> int:
     for path in (report.write(folder), report.write_index(folder.parent)):
         print(runs.show_path(path))
     return 0
+
+
+def _check_draft(args: argparse.Namespace) -> int:
+    from eagle3lib import draftcheck, targets
+
+    return draftcheck.report(args.draft, targets.resolve(args.target) if args.target else None)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,12 @@ class Comparison:
 
     def cell(self, name: str, n: int) -> str:
         """A metric of run n with its 95 % interval where there is one."""
-        value, low, high = (self.metrics[n].get(f"{name}{end}") for end in ("", "_low", "_high"))
+        value = self.metrics[n].get(name)
         if value is None:
             return ""
         text = show(value) if not isinstance(value, (list, dict)) else json.dumps(value)
-        return f"{text} ({show(low)} to {show(high)})" if low is not None and high is not None else text
+        bounds = interval(self.metrics[n], name)
+        return f"{text} ({show(bounds[0])} to {show(bounds[1])})" if bounds else text
 
     def blocks(self) -> list[tuple[str, list[list[str]]]]:
         """(heading, rows of text) of the two tables."""
@@ -83,6 +84,15 @@ class Comparison:
             body = "".join("<tr>" + "".join(f"<td style='text-align:left'>{html.escape(t)}</td>" for t in line) + "</tr>" for line in lines)
             tables.append(f"<table>{body}</table>")
         return "".join(tables) + f"<p><b>{html.escape(self.verdict())}</b></p>"
+
+
+def interval(metrics: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    """The 95 % interval of a metric: `<name>_low` and `_high`, where `<name>` may leave out its `_measured`."""
+    for stem in (name, name.removesuffix("_measured")):
+        low, high = metrics.get(f"{stem}_low"), metrics.get(f"{stem}_high")
+        if low is not None and high is not None:
+            return low, high
+    return None
 
 
 def run_params(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -18,7 +19,10 @@ from eagle3lib.runs import ENV_NONCE
 
 
 def execute(job: dict[str, Any]) -> int:
-    """Run job["input"] into job["output"] with job["parameters"] in folder job["cwd"]. 1 when papermill reports an error."""
+    """Run job["input"] into job["output"] with job["parameters"] in folder job["cwd"]; job["private"] is a folder for sockets.
+
+    Returns 1 when papermill reports an error.
+    """
     import papermill
     from papermill.exceptions import PapermillException, PapermillExecutionError
     from traitlets.config import Config
@@ -37,8 +41,7 @@ def execute(job: dict[str, Any]) -> int:
             iopub_timeout=60,
             coalesce_streams=True,
             store_widget_state=False,
-            # Sockets in a private folder instead of TCP ports: no clash among parallel runs, nothing to connect to.
-            config=Config({"KernelManager": {"transport": "ipc"}}),
+            config=Config({"KernelManager": private_sockets(job["private"])}),
         )
     except PapermillExecutionError:
         return 1  # the notebook's own error: it stands in the notebook
@@ -48,14 +51,23 @@ def execute(job: dict[str, Any]) -> int:
     return 0
 
 
-def follow_parent(family: Family) -> None:
-    """End this process and all its descendants as soon as the runner is gone, however it went."""
+def private_sockets(folder: str) -> dict[str, str]:
+    """Kernel sockets in a folder of this run instead of TCP ports: no clash among parallel runs, nothing to connect to.
+
+    The names must be given: by default they are `kernel-ipc-1`, ... in the working directory, the same for all.
+    """
+    return {"transport": "ipc", "ip": f"{folder}/kernel", "connection_file": f"{folder}/kernel.json"}
+
+
+def follow_parent(family: Family, private: str) -> None:
+    """End this process and all its descendants as soon as the runner is gone, however it went; clear its private folder."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         family.end()
+        shutil.rmtree(private, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -64,8 +76,9 @@ def follow_parent(family: Family) -> None:
 def main() -> int:
     adopt_orphans()
     family = Family(os.getpid(), os.environ.get(ENV_NONCE, ""))
-    follow_parent(family)
-    code = execute(json.load(sys.stdin))
+    job = json.load(sys.stdin)
+    follow_parent(family, job["private"])
+    code = execute(job)
     if left := family.end():
         print(f"ended what the notebook left running: {', '.join(left)}", flush=True)
     reap()

@@ -178,7 +178,7 @@ def describe(
         lines.append(f"  {stage:<10}{what}{_last_time(noted.get(stage, {}))}")
     lines += [f"  warning: {text}" for text in plan.warnings]
     lines += ["", "parameters:"]
-    lines += [f"  {name:<18}{s.value!s:<28} {s.origin}" for name, s in experiment.settings.items()]
+    lines += [f"  {name:<20}{s.value!s:<28} {s.origin}" for name, s in experiment.settings.items()]
     disk = psutil.disk_usage(str(base if base.exists() else base.parent))
     lines += ["", f"disk free: {size(disk.free)}; memory available: {size(psutil.virtual_memory().available)}"]
     return redact.hide("\n".join(lines))

@@ -1,7 +1,7 @@
-"""Matrix products on the CPU: float32 tensors, multiplied in bfloat16 where the CPU has units for it.
+"""Matrix products of float32 tensors, multiplied in a shorter format where the machine has units for it.
 
-oneDNN rounds the factors of a float32 product to bfloat16 and adds up in float32, on CPUs with AMX or AVX512-BF16;
-weights, moments and everything between products stay float32. Elsewhere nothing changes.
+On CPUs with AMX or AVX512-BF16 oneDNN rounds the factors to bfloat16 and adds up in float32; on a GPU the same is done
+with TF32. Weights, moments and everything between products stay float32. Elsewhere nothing changes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def has_bf16_units() -> bool:
 
 
 @contextmanager
-def fast_products(enabled: bool = True) -> Iterator[bool]:
-    """Within it float32 products on the CPU may round their factors to bfloat16; yields whether they do."""
-    matmul = torch.backends.mkldnn.matmul
-    before, fast = matmul.fp32_precision, enabled and has_bf16_units()
-    matmul.fp32_precision = "bf16" if fast else before
+def fast_products() -> Iterator[bool]:
+    """Within it float32 products may round their factors; yields whether those on the CPU do."""
+    cpu, gpu = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    before, fast = (cpu.fp32_precision, gpu.fp32_precision), has_bf16_units()
+    cpu.fp32_precision, gpu.fp32_precision = "bf16" if fast else before[0], "tf32"
     try:
         yield fast
     finally:
-        matmul.fp32_precision = before
+        cpu.fp32_precision, gpu.fp32_precision = before

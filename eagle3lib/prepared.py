@@ -112,7 +112,8 @@ class Writer:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def add(self, row: Row, source: str, sample_id: str, heldout: bool) -> None:
-        values = (row.input_ids, row.loss_mask, len(row.input_ids), row.n_supervised, source, sample_id, heldout)
+        ids, mask = np.asarray(row.input_ids, dtype=np.int32), np.asarray(row.loss_mask, dtype=bool)
+        values = (ids, mask, len(row.input_ids), row.n_supervised, source, sample_id, heldout)
         for column, value in zip(self._batch.values(), values, strict=True):
             column.append(value)
         self._ranks.append(xxhash.xxh3_64_intdigest(sample_id.encode(), seed=self._seed))
@@ -123,8 +124,9 @@ class Writer:
             self._flush()
 
     def _flush(self) -> None:
+        columns = {name: pyarrow.array(values, FEATURES.arrow_schema.field(name).type) for name, values in self._batch.items()}
         try:
-            self._arrow.write_batch(self._batch)
+            self._arrow.write_table(pyarrow.table(columns, FEATURES.arrow_schema))
         except OSError as error:
             raise self._refused(error) from None
         self._batch = {name: [] for name in FEATURES}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from eagle3lib import accounting
 from eagle3lib.prepared import Prepared
 
 # Marked by a border and bold type as well as by colour, and by brackets in text.
@@ -33,16 +34,10 @@ class View:
 def accounting_table(prepared: Prepared) -> View:
     """Rows in, each reason for a drop, rows kept; with the place where each reason was first met."""
     a = prepared.about
-    lines: list[tuple[str, int, str]] = [("records read", a["records_read"], "")]
-    lines += [("not sampled (max_prompts)", a["not_sampled"], "")] if a["not_sampled"] else []
-    lines += [("more rows by splitting", a["rows_split"], "")] if a["rows_split"] else []
-    lines += [("rows in", a["rows_in"], "")]
-    lines += [(f"dropped: {reason}", n, a["examples"].get(reason, "")) for reason, n in a["dropped"].items()]
-    lines += [("rows kept", a["rows_kept"], "")]
-    lines += [("of these: cut to max_tokens", a["rows_cut"], ""), ("of these: held out", a["rows_heldout"], "")]
-    lines += [("tokens", a["tokens"], ""), ("supervised tokens", a["supervised_tokens"], "")]
-    text = "\n".join(f"{n:>12,}  {name}" + (f"  (first: {first})" if first else "") for name, n, first in lines)
-    return View(text, _table(("", "rows", "first met at"), [(name, f"{n:,}", first) for name, n, first in lines]))
+    more = (("of these: held out", "rows_heldout"), ("tokens", "tokens"), ("supervised tokens", "supervised_tokens"))
+    lines = accounting.table(a) + [(name, a[key], "") for name, key in more]
+    cells = [(name, f"{n:,}", first) for name, n, first in lines]
+    return View("\n".join(accounting.as_lines(lines)), _table(("", "rows", "first met at"), cells))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from eagle3lib import redact, runs
 from eagle3lib.checks import show
+from eagle3lib.compare import interval
 from eagle3lib.console import duration, size
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.experiment import read_run
@@ -150,8 +151,8 @@ def _tiles(metrics: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]])
 
 
 def _interval(metrics: Mapping[str, Any], name: str) -> str:
-    low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
-    return f"<small>95 % interval {low:.2f} to {high:.2f}</small>" if low is not None and high is not None else ""
+    bounds = interval(metrics, name)
+    return f"<small>95 % interval {bounds[0]:.2f} to {bounds[1]:.2f}</small>" if bounds else ""
 
 
 def _strip(records: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> str:

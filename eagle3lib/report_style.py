@@ -19,7 +19,7 @@ code, pre, .mono { font-family: ui-monospace, "SF Mono", "Cascadia Mono", Menlo,
   font-size: .86em; }
 .kicker { color: var(--accent); font-size: .78rem; font-weight: 600; letter-spacing: .09em; text-transform: uppercase;
   margin: 0 0 .3rem; }
-.about { color: var(--soft); margin: .4rem 0 0; }
+.about { max-width: none; color: var(--soft); margin: .4rem 0 0; }
 .verdict { margin: 1.5rem 0; padding: .95rem 1.2rem; border-left: 5px solid var(--accent); background: #eef6fb;
   border-radius: 0 6px 6px 0; }
 .verdict b { font-size: 1.12rem; }
@@ -27,12 +27,13 @@ code, pre, .mono { font-family: ui-monospace, "SF Mono", "Cascadia Mono", Menlo,
 .verdict.failed, .verdict.died { border-color: var(--bad); background: #fdf1ea; }
 .verdict.failed b, .verdict.died b { color: var(--bad); }
 .verdict.interrupted, .verdict.running, .verdict.unfinished { border-color: var(--wait); background: #fbf7e6; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.2rem, 1fr)); margin: 1.5rem 0; padding: 0;
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.6rem, 1fr)); margin: 1.5rem 0; padding: 0;
   border: 1px solid var(--line); border-radius: 8px; overflow: hidden; }
 .tile { box-shadow: 0 0 0 .5px var(--line); padding: .8rem 1rem; }
 .tile dt { color: var(--soft); font-size: .8rem; }
-.tile dd { margin: .1rem 0 0; font-size: 1.45rem; font-weight: 600; letter-spacing: -.01em; font-variant-numeric: tabular-nums; }
-.tile dd small { display: block; color: var(--soft); font-size: .76rem; font-weight: 400; letter-spacing: 0; }
+.tile dd { margin: .1rem 0 0; font-size: 1.45rem; font-weight: 600; letter-spacing: -.01em;
+  font-variant-numeric: tabular-nums; white-space: nowrap; }
+.tile dd small { white-space: normal; display: block; color: var(--soft); font-size: .76rem; font-weight: 400; letter-spacing: 0; }
 .tile.lead { background: #eef6fb; grid-column: span 2; }
 .tile.lead dd { color: var(--accent); font-size: 2.1rem; }
 .strip { display: flex; flex-wrap: wrap; gap: .5rem; list-style: none; padding: 0; margin: 1.4rem 0; }

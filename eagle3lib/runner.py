@@ -179,7 +179,8 @@ class Run:
             "cwd": str(self.experiment.folder),
         }
         with tempfile.TemporaryDirectory(prefix="eagle3-", ignore_cleanup_errors=True) as private:
-            environment = self._environment(nonce, private)
+            job["private"] = private
+            environment = self._environment(nonce)
             worker = subprocess.Popen(
                 [sys.executable, "-m", "eagle3lib.execute"],
                 stdin=subprocess.PIPE,
@@ -235,11 +236,11 @@ class Run:
         where = {"run_dir": runs.show_path(self.dir)} if "run_dir" in self.experiment.notebooks[stage] else {}
         return {**self.experiment.changed(stage), **where}
 
-    def _environment(self, nonce: str, private: str) -> dict[str, str]:
+    def _environment(self, nonce: str) -> dict[str, str]:
         ours = {runs.ENV_RUN_DIR: str(self.dir), runs.ENV_NONCE: nonce, runs.ENV_NOTEBOOKS: str(self.experiment.folder.resolve())}
         kept = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}  # figures belong into the notebook
         quiet = {"PYTHONWARNINGS": "ignore:IProgress not found"}  # progress is plain text here, not a widget
-        return {**quiet, **kept, **ours, "JUPYTER_RUNTIME_DIR": private}
+        return {**quiet, **kept, **ours}
 
     def _path(self, stage: str) -> Path:
         path = params.notebook_path(self.experiment.folder, stage)

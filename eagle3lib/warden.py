@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-POLL_S = 0.2
+LOOKS_A_SECOND = 5
 GRACE_S = 2.5  # between SIGTERM and SIGKILL: SGLang's own orderly end takes 5 s and more, and frees nothing that we need
 SHM = Path("/dev/shm")
 ENGINE_SHM = re.compile(r"(sglang_|sgl_|psm_|sem\.|nccl-|torch_)")  # what servers leave there when they are killed
@@ -50,7 +50,7 @@ class Warden:
         self._watch()
         if self.exit_code is not None:
             _say({"exit": self.exit_code})
-        self.shm_ours |= self._shared_memory()
+        self._adopt_shared_memory()
         self._end_all()
         self._remove()
 
@@ -69,12 +69,12 @@ class Warden:
     def _watch(self) -> None:
         rounds = 0
         while not self.stopping and self.exit_code is None and os.getppid() == self.order["owner"]:
-            if select.select([sys.stdin], [], [], POLL_S)[0]:
+            if select.select([sys.stdin], [], [], 1 / LOOKS_A_SECOND)[0]:
                 return
             self._reap()
             rounds += 1
-            if rounds % 25 == 0:
-                self.shm_ours |= self._shared_memory()
+            if rounds % LOOKS_A_SECOND == 0:
+                self._adopt_shared_memory()
 
     def _reap(self) -> None:
         """Collect every child that has ended; remember how the server did."""
@@ -102,10 +102,12 @@ class Warden:
                     _signal(left, number)  # one may have been born since
                 time.sleep(0.05)
 
-    def _shared_memory(self) -> set[str]:
-        """Names in /dev/shm that our processes hold and that were not there before they started."""
-        held = set().union(*(_held_shm(pid) for pid in descendants()))
-        return {name for name in held - self.shm_before if ENGINE_SHM.match(name)}
+    def _adopt_shared_memory(self) -> None:
+        """Note the new files in /dev/shm that our processes hold. Told by inode: a semaphore is mapped under another name."""
+        new = {name for name in _shm_names() - self.shm_before - self.shm_ours if ENGINE_SHM.match(name)}
+        if new:
+            held = set().union(*(_held_shm(pid) for pid in descendants()))
+            self.shm_ours |= {name for name in new if _inode(SHM / name) in held}
 
     def _remove(self) -> None:
         for name in self.shm_ours:
@@ -147,19 +149,28 @@ def _shm_names() -> set[str]:
     return set(os.listdir(SHM)) if SHM.is_dir() else set()
 
 
-def _held_shm(pid: int) -> set[str]:
-    """Names directly in /dev/shm that process pid has open or mapped."""
-    paths = set()
+def _inode(path: Path | str) -> int | None:
     try:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            paths.add(os.readlink(link))
+        return os.stat(path).st_ino
     except OSError:
+        return None
+
+
+def _held_shm(pid: int) -> set[int | None]:
+    """Inodes of the files under /dev/shm that process pid has open or mapped."""
+    try:
+        links = [f"/proc/{pid}/fd/{number}" for number in os.listdir(f"/proc/{pid}/fd")]
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it ended while we looked
         return set()
+    return {_inode(link) for link in links if _in_shm(link)} | {int(line.split()[4]) for line in lines if f"{SHM}/" in line}
+
+
+def _in_shm(link: str) -> bool:
     try:
-        paths |= {line.split(maxsplit=5)[-1].strip() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line}
+        return os.readlink(link).startswith(f"{SHM}/")
     except OSError:
-        pass
-    return {Path(path).name for path in paths if os.path.dirname(path) == str(SHM)}
+        return False
 
 
 def _say(message: dict) -> None:

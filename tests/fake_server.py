@@ -78,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
             print("torch.OutOfMemoryError: CUDA out of memory", file=sys.stderr, flush=True)
             os._exit(7)
         dump(body["rid"], body["input_ids"])
-        meta = {"id": body["rid"], "finish_reason": {"type": "length"}, "prompt_tokens": len(body["input_ids"]), "completion_tokens": 1, "cached_tokens": 0}
+        meta = {"id": body["rid"], "finish_reason": {"type": "length"}, "prompt_tokens": len(body["input_ids"]), "completion_tokens": 1,
+                "cached_tokens": 0}
         self.answer(200, {"output_ids": [1], "meta_info": meta})
 
     def answer(self, code: int, content: object) -> None:

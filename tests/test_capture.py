@@ -218,7 +218,8 @@ def test_a_model_that_captures_other_layers_is_refused(plugin: types.ModuleType)
         plugin.set_layers(torch.nn.Linear(1, 1), LAYERS)
 
 
-@pytest.mark.parametrize(("name", "value"), [("disable_radix_cache", False), ("enable_dp_attention", True), ("pp_size", 2), ("speculative_algorithm", "EAGLE3")])
+@pytest.mark.parametrize(("name", "value"), [("disable_radix_cache", False), ("enable_dp_attention", True), ("pp_size", 2),
+                                             ("speculative_algorithm", "EAGLE3")])
 def test_a_server_that_cannot_dump_whole_rows_is_refused(plugin: types.ModuleType, tmp_path: Path, name: str, value: object) -> None:
     args = types.SimpleNamespace(**plugin.REQUIRED_ARGS)
     plugin.require_arguments(args)
@@ -230,7 +231,7 @@ def test_a_server_that_cannot_dump_whole_rows_is_refused(plugin: types.ModuleTyp
         plugin.require_arguments(args)
 
 
-def test_a_refusal_becomes_a_handshake_and_the_server_goes_on(plugin: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_becomes_a_handshake_and_the_server_goes_on(plugin: types.ModuleType, tmp_path: Path, monkeypatch) -> None:
     def newer() -> None:
         raise plugin.Refused("ForwardBatch has no rids")
 

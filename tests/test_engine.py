@@ -21,8 +21,8 @@ import psutil
 import pytest
 import torch
 
+from eagle3lib import capture, preflight, targets
 from eagle3lib import engine as engine_module
-from eagle3lib import preflight, targets
 from eagle3lib.engine import Engine, Settings
 from eagle3lib.errors import Eagle3Error, ParamError
 
@@ -136,7 +136,8 @@ def test_the_handshake_tells_what_the_server_is(engine: Engine, other_python: st
     assert len(lines) == 1 and engine.nonce in lines[0] and str(LAYERS) in lines[0]
     assert engine.fingerprint["capture_layers"] == LAYERS and engine.fingerprint["engine"] == "sglang 0.5.14"
     assert engine.nonce not in json.dumps(engine.fingerprint)
-    assert not engine.checks.failed and {"engine.socket", "engine.nonce", "engine.arguments", "engine.dump"} <= {c.name for c in engine.checks}
+    proved = {f"engine.{name}" for name in ("socket", "nonce", "model", "arguments", "handshake", "capture", "probe", "dump", "health")}
+    assert not engine.checks.failed and proved <= {c.name for c in engine.checks}
 
 
 # ---- generation ----
@@ -234,19 +235,17 @@ def test_kill_9_of_the_client_leaves_no_process_no_socket_no_shared_memory(tiny:
                           stdout=subprocess.PIPE, text=True) as client:
         port = int(client.stdout.readline().split()[1])
         family = psutil.Process(client.pid).children(recursive=True)
-        ours = {link for p in family for link in _shared_memory(p)}
-        assert len(family) >= 4 and preflight.holders(port)  # warden, launcher, scheduler, detokenizer
+        maps = "".join(Path(f"/proc/{p.pid}/maps").read_text() for p in family)
+        mapped = {int(line.split()[4]) for line in maps.splitlines() if "/dev/shm/" in line}
+        ours = [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in mapped]
+        assert len(family) >= 4 and preflight.holders(port) and ours  # warden, launcher, scheduler, detokenizer
         assert len(list((tmp_path / "dumps").iterdir())) == 1
         client.kill()
     assert gone(family, 10)
     assert not preflight.holders(port)
     assert not list((tmp_path / "dumps").iterdir()) and not list(tmp_path.glob("eagle3-*"))
-    assert not [path for path in ours if Path(path).exists()]
+    assert not [path for path in ours if path.exists()]
     assert not preflight.leftover(tmp_path / "run")
-
-
-def _shared_memory(process: psutil.Process) -> set[str]:
-    return {file.path for file in process.open_files() if file.path.startswith("/dev/shm/")}
 
 
 STUBBORN = """
@@ -254,7 +253,7 @@ import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if len(sys.argv) == 1:
     subprocess.Popen([sys.executable, sys.argv[0], "child"], start_new_session=True)
-time.sleep(600)
+time.sleep(60)
 """
 
 
@@ -264,7 +263,8 @@ def test_the_warden_ends_everything_that_descends_from_the_server(tmp_path: Path
     script, folder = tmp_path / "stubborn.py", tmp_path / "dump"
     script.write_text(STUBBORN)
     folder.mkdir()
-    order = {"owner": os.getpid(), "command": [sys.executable, str(script)], "cwd": str(tmp_path), "log": str(tmp_path / "log"), "remove": [str(folder)]}
+    order = {"owner": os.getpid(), "command": [sys.executable, str(script)], "cwd": str(tmp_path), "log": str(tmp_path / "log"),
+             "remove": [str(folder)]}
     warden = subprocess.Popen([sys.executable, str(engine_module.WARDEN)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     warden.stdin.write(json.dumps(order).encode() + b"\n")
     server = psutil.Process(json.loads(warden.stdout.readline())["pid"])
@@ -302,7 +302,8 @@ def test_a_busy_port_names_its_holder(tiny: Path, tmp_path: Path) -> None:
 def test_an_interpreter_without_sglang_is_named(tiny: Path, tmp_path: Path) -> None:
     venv.EnvBuilder(symlinks=True).create(tmp_path / "venv")
     bare = tmp_path / "venv" / "bin" / "python"
-    with pytest.raises(Eagle3Error, match=rf"{bare}: it has no module sglang.launch_server \(found: python 3.*sglang absent.*wanted: SGLang 0.5.14"):
+    message = rf"{bare}: it has no module sglang.launch_server \(found: python 3.*sglang absent.*wanted: SGLang 0.5.14"
+    with pytest.raises(Eagle3Error, match=message):
         Engine.start(tiny, tmp_path, device="cpu", python=str(bare))
     with pytest.raises(Eagle3Error, match="cannot be run"):
         Engine.start(tiny, tmp_path, device="cpu", python=str(tmp_path / "nothing"))
@@ -341,7 +342,8 @@ def faulty(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     started: list[Engine] = []
 
     def start(fault: str, timeout_s: float = 20) -> Engine:
-        monkeypatch.setattr(Settings, "command", property(lambda self: [sys.executable, str(HERE / "fake_server.py"), fault, *real(self)[3:]]))
+        fake = [sys.executable, str(HERE / "fake_server.py"), fault]
+        monkeypatch.setattr(Settings, "command", property(lambda self: [*fake, *real(self)[3:]]))
         monkeypatch.setattr(Engine, "_launch", lambda self, launch=Engine._launch: (started.append(self), launch(self)))
         return Engine.start(tiny, tmp_path / "run", capture_layers=LAYERS, device="cpu", dtype="float32", start_timeout_s=timeout_s)
 
@@ -379,10 +381,9 @@ START_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", START_FAULTS)
-def test_a_server_that_is_not_ours_not_ready_or_not_capturing_is_refused_by_name(faulty, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_a_server_that_is_not_ours_not_ready_or_not_capturing_is_refused_by_name(faulty, monkeypatch, fault: str) -> None:
     if fault == "no dump":
-        monkeypatch.setattr("eagle3lib.capture.read_dump.__kwdefaults__", None)
-        monkeypatch.setattr("eagle3lib.capture.read_dump.__defaults__", (0.5,))
+        monkeypatch.setattr(capture.read_dump, "__defaults__", (0.5,))  # seconds
     with pytest.raises(Eagle3Error, match=START_FAULTS[fault]):
         faulty(fault, timeout_s=3 if fault == "hangs" else 20)
 
@@ -414,14 +415,16 @@ def test_what_a_killed_run_left_is_cleaned_and_nothing_else(tmp_path: Path) -> N
     ours, other = tmp_path / "0123456789abcdef", tmp_path / "precious"
     for folder in (ours, other):
         folder.mkdir()
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(sleep) as process, subprocess.Popen(sleep) as bystander:
         alive = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-        reused = {"pid": os.getpid(), "created": 1.0}  # our own number, but another process had it when it was noted
+        reused = {"pid": bystander.pid, "created": 1.0}  # another process had this number when it was noted
         record = {"nonce": ours.name, "dump_dir": str(ours), "processes": [alive, reused]}
         (tmp_path / "engine.json").write_text(json.dumps(record))
         assert preflight.leftover(tmp_path)["alive"] == [process.pid]
         assert preflight.clean_leftover(tmp_path) == [f"ended process {process.pid}", f"deleted {ours}"]
-        process.wait(5)
+        assert process.poll() is not None and bystander.poll() is None
+        bystander.kill()
     assert not ours.exists() and preflight.leftover(tmp_path) == {}
     (tmp_path / "engine.json").write_text(json.dumps(record | {"dump_dir": str(other), "processes": []}))
     preflight.clean_leftover(tmp_path)

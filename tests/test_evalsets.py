@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eagle3lib import evalsets
 from eagle3lib.errors import Eagle3Error, ParamError
-from eagle3lib.overlap import NearDuplicates, Runs
+from eagle3lib.overlap import NearDuplicates, Runs, words
 
 SIZES = {"mtbench": 80, "humaneval": 164, "gsm8k": 100, "ifbench": 294, "truthfulqa": 100}
 
@@ -52,6 +55,12 @@ def test_unknown_name_and_missing_package() -> None:
 def test_runs_of_eight_words(text: str, shared: str) -> None:
     runs = Runs(["The quick brown fox jumps over the lazy dog.", "What is it?"])
     assert runs.meets(text) == shared
+
+
+@given(st.text(max_size=40) | st.text(st.characters(codec="ascii"), max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_words_are_the_same_by_table_and_by_pattern(text: str) -> None:
+    assert words(text) == re.findall(r"\w+", text.casefold())
 
 
 def test_every_evaluation_prompt_meets_itself() -> None:

@@ -56,6 +56,7 @@ def run(tmp_path: Path) -> Path:
     for stage in STAGES:
         record(folder, stage)
     metrics = {"evaluate.acceptance_length_measured": 1.8349, "evaluate.lossless": True, "run.seconds": 95.0, "prepare.rows_kept": 12345}
+    metrics |= {"evaluate.acceptance_length_low": 1.71, "evaluate.acceptance_length_high": 1.96}
     runs.write_json(folder / "metrics.json", metrics)
     settings = {"lr": {"value": 0.1, "origin": "file"}, "target": {"value": "tiny", "origin": "default"}}
     versions = {"python": "3.11.7", "torch": "2.14.1"}
@@ -73,6 +74,7 @@ def test_verdict_and_numbers_come_before_the_stages(run: Path) -> None:
     order = [page.index(part) for part in ("Passed", "1.83", "12,345", '<section id="prepare"', '<section id="evaluate"', "Provenance")]
     assert order == sorted(order)
     assert "All 5 stages are done, all 5 checks passed." in page
+    assert "95 % interval 1.71 to 1.96" in page
     assert "1 min 35 s" in page and "0.5.14" in page and "2.14.1" in page
 
 

@@ -226,10 +226,24 @@ def test_an_old_ok_record_is_not_taken_for_a_new_one(finished: Lab, tmp_path: Pa
 def test_a_stage_that_never_finishes_runs_into_its_limit(tmp_path: Path) -> None:
     tidy = SERVER + "try:\n    import time\n    time.sleep(300)\nfinally:\n    stage.path('tidied').touch()"
     lab = Lab(tmp_path, {"prepare": tidy})
-    result = lab.run(run_id="r", stage_timeout_s=4)
+    result = lab.run(run_id="r", stage_timeout_s=8)
     assert (result.exit_code, state(result.dir)) == (1, {"prepare": "failed"})
     assert "ran out of time" in lab.text and (result.dir / "tidied").exists()
     assert gone(result.dir)
+
+
+def test_runs_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    for stage in STAGES[1:]:
+        next(lab.notebooks.glob(f"*_{stage}.ipynb")).unlink()
+    env = {**os.environ, runs.ENV_NOTEBOOKS: str(lab.notebooks), runs.ENV_RUNS: str(lab.runs)}
+    command = [sys.executable, "-m", "eagle3lib", "run", str(lab.params), "--stage-timeout", "60"]
+    lab.params.write_text("rows: 5\n")
+    together = [subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(5)]
+    said = [process.communicate()[0] for process in together]
+    assert [process.returncode for process in together] == [0] * 5, said
+    assert len({(text.split()[1]) for text in said}) == 5  # five run ids
+    assert [p.suffix for p in lab.notebooks.iterdir()] == [".ipynb"]
 
 
 # ---- signals ----

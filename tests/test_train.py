@@ -25,6 +25,7 @@ from eagle3lib.train import Recipe, Result, check, device, metrics, schedule, tr
 
 VOCAB = 320
 D2T, T2D = torch.zeros(VOCAB, dtype=torch.int64), torch.ones(VOCAB, dtype=torch.bool)
+EPOCHS = 40
 RECIPE = Recipe(ttt_steps=4, epochs=2, batch_tokens=64, save_steps=20, lr=3e-3)
 
 
@@ -59,7 +60,7 @@ def test_a_fixed_function_is_learnt_to_the_end_of_the_chain(toy, tmp_path):
     target, samples = toy
     run, store = make_run(tmp_path, samples)
     seen: list[dict] = []
-    recipe, heldout = replace(RECIPE, epochs=20, batch_tokens=128, lr=1e-2), {s.id for s in samples[::6]}
+    recipe, heldout = replace(RECIPE, epochs=EPOCHS, batch_tokens=128, lr=1e-2), {s.id for s in samples[::6]}
     result = train(run, store, target, D2T, T2D, recipe, heldout=heldout, on_record=seen.append)
     assert result.heldout.length > 4.85, result  # K + 1 = 5
     assert result.loss_last < 0.1 * result.loss_first
@@ -67,7 +68,7 @@ def test_a_fixed_function_is_learnt_to_the_end_of_the_chain(toy, tmp_path):
     steps = [r for r in seen if "loss" in r]
     assert [r["step"] for r in steps] == list(range(1, result.steps + 1))
     assert all(len(r["hits"]) == len(r["losses"]) == 4 and r["tokens_per_s"] > 0 and r["grad_norm"] > 0 for r in steps)
-    assert [r["epoch"] for r in seen if "heldout" in r] == list(range(20))
+    assert [r["epoch"] for r in seen if "heldout" in r] == list(range(EPOCHS))
     about = checkpoint.about(result.draft)
     assert about["acceptance_length"] == result.heldout.length == max(r["acceptance_length"] for r in seen if "heldout" in r)
     draft = checkpoint.load(result.draft)  # finds its target by itself
@@ -107,8 +108,7 @@ def stop_at(process: subprocess.Popen, step: int, number: int) -> None:
         if line.strip() == str(step):
             os.kill(process.pid, number)
             break
-    process.stdout.close()
-    process.wait(60)
+    process.communicate(timeout=60)  # reads on: a closed pipe would be a second reason to stop
 
 
 def test_killed_and_started_again_equals_never_stopped(toy, tmp_path):
