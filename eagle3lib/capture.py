@@ -6,9 +6,11 @@ A dump is one or several files `<rid>.<start>.safetensors` (one for each prefill
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from eagle3lib.errors import Eagle3Error
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 RID = re.compile(r"([0-9a-f]{8,64})-([A-Za-z0-9_-]{1,120})")
+WAIT_S = 60.0  # for a file after the server's reply; the writers lag behind by a few batches at most
 POLL_S = 0.002
+LOOK_EVERY = 200  # polls
 
 
 def dump_rid(nonce: str, name: str) -> str:
@@ -30,19 +34,21 @@ def dump_rid(nonce: str, name: str) -> str:
     return rid
 
 
-def read_dump(dump_dir: Path, rid: str, input_ids: list[int], handshake: dict[str, Any], timeout_s: float = 60.0) -> torch.Tensor:
+def read_dump(dump_dir: Path, rid: str, input_ids: list[int], handshake: dict[str, Any], *, timeout_s: float = WAIT_S,
+              look: Callable[[], None] = lambda: None) -> torch.Tensor:
     """Hidden states of request `rid`: [T, A+1, H] in the engine's dtype; stream 0..A-1 = r_k for k in layers, stream A = last.
 
     handshake: what the writing rank said of itself ("nonce", "layers", "hidden_size", "dtype"). Waits up to timeout_s for
-    files that the server is still writing. Raises Eagle3Error that names the request when a row is missing or twice there,
-    belongs to other tokens, another run or other layers, or is not finite or constant.
+    files that the server is still writing, and calls `look` meanwhile (it may raise). Raises Eagle3Error that names the
+    request when a row is missing or twice there, belongs to other tokens, another run or other layers, or is not finite
+    or constant.
     """
     if not RID.fullmatch(rid):
         raise Eagle3Error(f"dump of request {rid!r}: this is no request id of ours, so no dump belongs to it.")
     chunks: list[torch.Tensor] = []
     rows, deadline = 0, time.monotonic() + timeout_s
     while rows < len(input_ids):
-        path = _await_chunk(Path(dump_dir), rid, rows, len(input_ids), deadline)
+        path = _await_chunk(Path(dump_dir), rid, rows, len(input_ids), deadline, look)
         hidden, ids, meta = _load(path, rid)
         _require_shape(path.name, rid, rows, hidden, ids, meta, handshake)
         _require_tokens(rid, rows, ids.tolist(), input_ids)
@@ -69,10 +75,12 @@ def read_handshakes(dump_dir: Path) -> list[dict]:
     return handshakes
 
 
-def _await_chunk(dump_dir: Path, rid: str, start: int, total: int, deadline: float) -> Path:
+def _await_chunk(dump_dir: Path, rid: str, start: int, total: int, deadline: float, look: Callable[[], None]) -> Path:
     """The file whose rows begin at `start`, once it is there. A mark of failure or the deadline ends the wait."""
     path, failed = (dump_dir / f"{rid}.{start}.{end}" for end in ("safetensors", "failed"))
-    while not path.exists():
+    for turn in itertools.count():
+        if path.exists():
+            return path
         if failed.exists():
             why = failed.read_text() or "disk full?"
             raise Eagle3Error(f"dump of request {rid}: the server could not write the rows from {start}: {why}. "
@@ -81,8 +89,9 @@ def _await_chunk(dump_dir: Path, rid: str, start: int, total: int, deadline: flo
             there = sorted(p.name.removeprefix(f"{rid}.") for p in dump_dir.glob(f"{rid}.*"))
             raise Eagle3Error(f"dump of request {rid}: rows {start} to {total - 1} of {total} are missing in {dump_dir} "
                               f"(files of this request: {there or 'none'}). Was a prefix taken from the cache, or the capture off?")
+        if turn % LOOK_EVERY == LOOK_EVERY - 1:
+            look()
         time.sleep(POLL_S)
-    return path
 
 
 def _load(path: Path, rid: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, str]]:

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,18 @@ class Settings:
     def environment(self, dump_dir: Path | None, hidden_size: int, scratch: Path) -> dict[str, str]:
         """scratch: a private TMPDIR, since SGLang leaves its socket files there; compile caches stay where they were."""
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-        # gRPC stays off, but SGLang refuses ports above 55535 unless that other port is named.
-        extra = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": compiled, "SGLANG_ENABLE_GRPC": "0", "SGLANG_GRPC_PORT": "1"}
+        # gRPC stays off, but SGLang refuses ports above 55535 unless that other port is named. /health tells the server's state
+        # only: its own test request is lost, and 503 the answer, when it arrives just as another one ends. Our probes are the test.
+        extra = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": compiled, "SGLANG_ENABLE_GRPC": "0", "SGLANG_GRPC_PORT": "1",
+                 "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         if self.device == "cpu":
-            # Waiting OpenMP threads sleep: when they spin and another process wants the cores, decoding was 15 times slower.
-            extra |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            # Threads that wait for each other spin briefly, then sleep. SmolLM2, 64 requests, two cores: 279 tokens/s, 74 beside another
+            # busy process. With OMP_WAIT_POLICY=PASSIVE 93; spinning for milliseconds, as by default, 286, but 8 to 17 on a shared machine.
+            extra |= {"SGLANG_USE_CPU_ENGINE": "1", "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000")}
         if self.capture_layers is not None:
             extra |= {"SGLANG_HS_DUMP_DIR": str(dump_dir), "SGLANG_HS_NONCE": self.nonce, "SGLANG_HS_HIDDEN_SIZE": str(hidden_size),
                       "SGLANG_HS_LAYERS": ",".join(map(str, self.capture_layers))}
-        environment = preflight.engine_environment(extra)
-        if self.capture_layers is None:
-            environment.pop("SGLANG_HS_DUMP_DIR", None)
-        return environment
+        return preflight.engine_environment(extra)
 
     def require_sensible(self) -> None:
         named = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in self.extra_args if word.startswith("--")}
@@ -115,7 +116,8 @@ class Engine:
     """A running server. Make one with `Engine.start`; use it as a context manager.
 
     url, port, pid (of the launcher), nonce, log_path, dump_dir (None without capture), handshake (of the writing rank),
-    server_info (the server's own resolved arguments), checks (what was proved), seconds ({"listening", "proved"}).
+    server_info (the server's own resolved arguments), checks (what was proved), seconds ({"listening", "proved"}),
+    versions (of the engine's interpreter).
     """
 
     def __init__(self, settings: Settings):
@@ -125,7 +127,9 @@ class Engine:
         self.log_path = settings.run_dir / "engine.log"
         self.dump_dir = preflight.dump_base() / settings.nonce if settings.capture_layers is not None else None
         self.client = Client(self.url, int(config.vocab_size), self.require_alive)
-        self.checks, self.handshake, self.server_info, self.seconds = Checks(), {}, {}, {}
+        self.checks, self.handshake, self.server_info = Checks(), {}, {}
+        self.versions: dict[str, str] = {}  # of the engine's interpreter
+        self.seconds: dict[str, float] = {}
         self.pid, self.started = 0, time.monotonic()
         self._log_start = 0  # where this server's part of the log begins
         self._scratch: Path | None = None
@@ -168,7 +172,7 @@ class Engine:
     def _preflight(self) -> None:
         settings = self.settings
         settings.require_sensible()
-        preflight.interpreter(settings.python, settings.run_dir)
+        self.versions = preflight.interpreter(settings.python, settings.run_dir)["versions"]
         if (old := preflight.leftover(settings.run_dir)).get("alive"):
             raise Eagle3Error(f"engine: another server of this run is alive: {preflight.describe_process(old['alive'][0])}, port "
                               f"{old['port']}. Stop it (engine.stop(), or end the notebook that started it), or take another run folder.")
@@ -293,16 +297,17 @@ class Engine:
 
     def read_dump(self, rid: str, input_ids: list[int]) -> torch.Tensor:
         """Hidden states [T, A+1, H] of a dumped request, checked (see capture.read_dump), in the engine's dtype."""
-        return capture.read_dump(self.dump_dir, rid, input_ids, self.handshake)
+        return capture.read_dump(self.dump_dir, rid, input_ids, self.handshake, look=self.require_alive)
 
     def delete_dump(self, rid: str) -> None:
         capture.delete_dump(self.dump_dir, rid)
 
-    @property
+    @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Everything that makes a hidden state of this server what it is. Two runs may be mixed only if these are equal."""
-        info, hello = self.server_info, self.handshake
-        return {"engine": f"sglang {info['version']}", "torch": hello.get("torch"), "plugin_sha256": hello.get("plugin_sha256"),
+        info = self.server_info
+        return {"engine": f"sglang {info['version']}", "torch": self.versions["torch"],
+                "plugin_sha256": self.handshake.get("plugin_sha256"),
                 **{name: info[name] for name in ("device", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "tp_size")},
                 "capture_layers": self.settings.capture_layers,
                 "capture_meaning": "k: residual stream entering layer k; last: after the final norm",

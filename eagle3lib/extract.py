@@ -44,10 +44,11 @@ class Forecast:
         """Raise Eagle3Error when the dump does not fit, with the numbers and what would fit."""
         if self.bytes * MARGIN > self.disk_free:
             fits = int(self.disk_free / MARGIN / self.bytes_per_token)
-            raise Eagle3Error(f"disk: the dump will take {_gb(self.bytes)} ({self.tokens:,} tokens of {self.bytes_per_token:,} bytes), {_gb(self.disk_free)} are free. "
+            raise Eagle3Error(f"disk: the dump will take {_gb(self.bytes)} ({self.tokens:,} tokens of {self.bytes_per_token:,} bytes), "
+                              f"{_gb(self.disk_free)} are free. "
                               f"Free some, put the runs on a larger disk (EAGLE3_RUNS), or prepare at most {fits:,} tokens.")
         if self.shm_bytes > self.shm_free:
-            raise Eagle3Error(f"shared memory: requests in flight hold up to {_gb(self.shm_bytes)}, {_gb(self.shm_free)} are free in the dump folder. "
+            raise Eagle3Error(f"shared memory: requests in flight hold up to {_gb(self.shm_bytes)}, {_gb(self.shm_free)} are free there. "
                               "Enlarge /dev/shm (docker: --shm-size), set SGLANG_HS_DUMP_DIR to a larger folder, or lower extract_concurrency.")
 
     def __repr__(self) -> str:

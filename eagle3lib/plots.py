@@ -236,8 +236,8 @@ def acceptance_bars(sets: Mapping[str, Mapping[str, Any]], steps: int) -> None:
     text = f"{measured.mean():.2f} tokens a target forward on average, {sets[best]['measured']:.2f} on {best} (chain of {steps})"
     title(ax, text)
     ax.legend(loc="upper right")
-    show(fig, "Acceptance length by set. " + text + ". " + "; ".join(
-        f"{n}: measured {sets[n]['measured']:.2f} ({sets[n]['low']:.2f} to {sets[n]['high']:.2f}), simulated {sets[n]['simulated']:.2f}" for n in names) + ".")
+    each = (f"{n}: measured {s['measured']:.2f} ({s['low']:.2f} to {s['high']:.2f}), simulated {s['simulated']:.2f}" for n, s in sets.items())
+    show(fig, f"Acceptance length by set. {text}. {'; '.join(each)}.")
 
 
 def survival(sets: Mapping[str, Sequence[float]]) -> None:

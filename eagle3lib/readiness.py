@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.2
 SLOWEST_LOOK_S = 30.0  # for one of the small requests below
+PROBE = [3, 10, 17, 24, 31, 38, 45, 52, 59, 66, 73, 80]  # token ids that every vocabulary has
 FASTEST_LOAD = 20e9  # bytes/s; no disk, page cache and bus of today load weights faster
 FASTEST_START_S = 2.0  # importing SGLang alone takes longer
 # What the log shows last says what the server is doing; the latest phase first.
@@ -62,7 +63,7 @@ def prove(engine: Engine, timeout_s: float) -> None:
             _prove_handshake(engine, deadline)
         status.show("sending a probe")
         _prove_probe(engine)
-        _prove_health(engine)
+        _prove_still(engine)
         engine.seconds["proved"] = round(time.monotonic() - engine.started, 1)
         status.show(f"ready on port {engine.port}" + (f", capturing layers {engine.settings.capture_layers}" if engine.dump_dir else ""))
     except requests.RequestException as error:
@@ -184,23 +185,32 @@ def _prove_handshake(engine: Engine, deadline: float) -> None:
 
 
 def _prove_probe(engine: Engine) -> None:
-    ids = [(7 * i + 3) % engine.client.vocab_size for i in range(12)]
-    rid = engine.rid("probe") if engine.dump_dir else f"probe-{engine.nonce}"
-    reply = engine.client.generate(ids, rid, {"temperature": 0, "max_new_tokens": 1})
-    _check(engine, "probe", len(reply.output_ids) == 1, reply.error or f"{len(reply.output_ids)} token", "1 token",
-           "a server that is healthy but fails every request")
-    if not engine.dump_dir:
-        return
+    """Two probes, so that a single yes that flips back is not enough; the first one's dump is read and checked."""
+    replies = []
+    for name in ("probe-1", "probe-2"):
+        rid = engine.rid(name) if engine.dump_dir else f"{name}-{engine.nonce}"
+        reply = engine.client.generate(PROBE, rid, {"temperature": 0, "max_new_tokens": 1})
+        _check(engine, "probe", len(reply.output_ids) == 1, reply.error or f"{len(reply.output_ids)} token", "1 token",
+               "a server that is healthy but fails every request")
+        replies.append(reply)
+    tokens = [reply.output_ids for reply in replies]
+    _check(engine, "same again", tokens[0] == tokens[1], tokens, "the same greedy token twice", "a server that is not itself: no greedy "
+           "answer, or two servers behind one port")
+    if engine.dump_dir:
+        _prove_dump(engine, replies[0].rid)
+        for reply in replies:
+            engine.delete_dump(reply.rid)
+
+
+def _prove_dump(engine: Engine, rid: str) -> None:
     try:
-        shape = list(engine.read_dump(reply.rid, ids).shape)
+        shape = list(engine.read_dump(rid, PROBE).shape)
     except Eagle3Error as error:
         raise CheckFailed(f"engine not ready: check engine.dump: {error}\n{engine.log_tail()}") from None
-    engine.delete_dump(reply.rid)
-    _check(engine, "dump", True, shape, f"[{len(ids)}, streams, hidden size]", "a capture that says yes and writes nothing")
+    _check(engine, "dump", True, shape, f"{len(PROBE)} rows", "a capture that says yes and writes nothing")
 
 
-def _prove_health(engine: Engine) -> None:
-    """After the probe, so that a single yes that flips back is not enough."""
+def _prove_still(engine: Engine) -> None:
     code = engine.client.get("/health", SLOWEST_LOOK_S).status_code
     _check(engine, "health", code == 200, f"HTTP {code}", "HTTP 200", "ready once, failing since")
     _prove_socket(engine)

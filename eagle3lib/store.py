@@ -214,7 +214,8 @@ def _require_fits(sample: Sample, manifest: dict[str, Any]) -> None:
         raise Eagle3Error(f"sample {sample.id}: hidden states {tuple(sample.hidden.shape)} {sample.hidden.dtype}, mask of {len(sample.loss_mask)}; "
                           f"the store takes {wanted} {manifest['dtype']}. Nothing is cast or cut here: extract it again.")
     if sample.id != sample_id(sample.input_ids, sample.loss_mask):
-        raise Eagle3Error(f"sample {sample.id}: its token ids and mask hash to {sample_id(sample.input_ids, sample.loss_mask)}; they are another row's.")
+        raise Eagle3Error(f"sample {sample.id}: its token ids and mask hash to {sample_id(sample.input_ids, sample.loss_mask)}; "
+                          "they are another row's.")
 
 
 def _write_shard(path: Path, samples: list[Sample]) -> None:

@@ -249,4 +249,5 @@ def require_verdict(run: Path, store: Store) -> None:
         failed = [c["name"] for c in verdict["checks"] if not c["passed"]]
         raise Eagle3Error(f"{run}: this dump failed verification ({', '.join(failed)}). Training on it would learn from wrong states; see 03_verify.")
     if verdict["digest"] != store.digest():
-        raise Eagle3Error(f"{run}: verdict.json is about other bytes ({verdict['digest'][:12]}) than this store holds ({store.digest()[:12]}). Run 03_verify again.")
+        raise Eagle3Error(f"{run}: verdict.json is about other bytes ({verdict['digest'][:12]}) than this store holds "
+                          f"({store.digest()[:12]}). Run 03_verify again.")

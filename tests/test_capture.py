@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import time
 import types
 from pathlib import Path
 
@@ -85,6 +86,16 @@ def test_a_wrong_dump_is_refused_by_name(tmp_path: Path, fault: str) -> None:
     with pytest.raises(Eagle3Error, match=message) as refusal:
         read(tmp_path)
     assert RID in str(refusal.value)
+
+
+def test_a_server_that_dies_ends_the_wait(tmp_path: Path) -> None:
+    def look() -> None:
+        raise Eagle3Error("the server ended")
+
+    begun = time.monotonic()
+    with pytest.raises(Eagle3Error, match="the server ended"):
+        capture.read_dump(tmp_path, RID, IDS, HELLO, look=look)
+    assert time.monotonic() - begun < 2
 
 
 def test_a_request_id_never_becomes_a_path(tmp_path: Path) -> None:

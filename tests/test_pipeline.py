@@ -12,6 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors import safe_open
+from tiny import tiny_target
+
+from eagle3lib.params import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 WANTED = [
@@ -29,7 +32,7 @@ heldout_share: 0.1
 draft_vocab: 256
 ttt_steps: 3
 epochs: 6
-lr: 3e-3
+lr: 3.0e-3
 eval_prompts: 2
 eval_tokens: 24
 draft_steps: 3
@@ -37,10 +40,11 @@ draft_steps: 3
 
 
 @pytest.fixture(scope="module")
-def run(tiny, tmp_path_factory) -> Path:
+def run(tmp_path_factory) -> Path:
     """The run folder of one complete pass, made by the command that the README names."""
-    params = tmp_path_factory.mktemp("params") / "tiny.yaml"
-    params.write_text(TINY.format(target=tiny))
+    folder = tmp_path_factory.mktemp("tiny")
+    params = folder / "tiny.yaml"
+    params.write_text(TINY.format(target=tiny_target(folder / "target", branch=0.3)))
     before = {p.pid for p in psutil.process_iter()}
     done = subprocess.run(["make", "run", f"PARAMS={params}"], cwd=ROOT, capture_output=True, text=True, timeout=900,
                           env={**os.environ, "HF_TOKEN": "hf_planted_secret_value"})
@@ -61,7 +65,7 @@ def _cmdline(process: psutil.Process) -> list[str]:
 def test_every_result_is_there(run):
     for name in ("report.html", "metrics.json", "engine.log", "run.json", "verdict.json", "draft/config.json", "draft/model.safetensors"):
         assert (run / name).is_file(), name
-    assert sorted(p.name for p in run.glob("0*.ipynb")) == [f"0{n}_{s}.ipynb" for n, s in enumerate(("prepare", "extract", "verify", "train", "evaluate"), 1)]
+    assert sorted(p.name for p in run.glob("0*.ipynb")) == [f"0{n}_{stage}.ipynb" for n, stage in enumerate(STAGES, 1)]
     assert (ROOT / "runs" / "latest").resolve().parent == run.parent
 
 
@@ -69,10 +73,10 @@ def test_the_metrics_carry_what_was_promised(run):
     metrics = json.loads((run / "metrics.json").read_text())
     assert not [name for name in WANTED if name not in metrics]
     assert metrics["verify.passed"] is True and metrics["evaluate.lossless"] is True
-    assert metrics["prepare.rows_kept"] <= metrics["prepare.rows_in"] == 80
+    assert 60 <= metrics["prepare.rows_kept"] <= metrics["prepare.rows_in"] <= 80
     assert metrics["extract.tokens"] == metrics["prepare.tokens"]
     assert abs(metrics["extract.bytes"] - metrics["extract.bytes_predicted"]) <= max(8192, 0.01 * metrics["extract.bytes"])
-    assert 1.0 <= metrics["evaluate.acceptance_length_measured"] <= 4.0
+    assert 1.2 < metrics["evaluate.acceptance_length_measured"] <= 4.0  # a draft that learned nothing stays at 1.0
 
 
 def test_the_report_opens_offline_and_shows_figures_and_checks(run):
@@ -97,7 +101,17 @@ def test_the_exported_draft_has_sglangs_names(run):
 
 
 def test_a_second_run_in_place_skips_what_is_unchanged(run):
-    again = subprocess.run([sys.executable, "-m", "eagle3lib", "run", str(run / "params.yaml"), "--run-id", run.name, "--dry-run"],
+    again = subprocess.run([sys.executable, "-m", "eagle3lib", "run", str(run / "params.yaml"), "--run-id", run.name],
                            cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("unchanged") >= 5, again.stdout
+    assert again.stdout.count("skipped, nothing changed") == 5, again.stdout
+
+
+def test_plain_papermill_works_from_anywhere_with_the_same_checks(run, tmp_path):
+    papermill = Path(sys.executable).parent / "papermill"
+    command = [str(papermill), str(ROOT / "notebooks/03_verify.ipynb"), "out.ipynb", "--no-progress-bar", "-p", "run_dir", str(run)]
+    target = json.loads((run / "stages/verify.json").read_text())["params"]["target"]
+    good = subprocess.run([*command, "-p", "target", target], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert good.returncode == 0, good.stderr[-3000:]
+    wrong = subprocess.run([*command, "-p", "parity_row", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert wrong.returncode != 0 and "parity_rows" in wrong.stderr, wrong.stderr[-3000:]

@@ -90,8 +90,7 @@ def test_a_flipped_bit_anywhere_in_a_shard_is_found(tmp_path, where):
     data[len(data) * where // 100 + 8 * (where == 0)] ^= 0x04
     shard.write_bytes(data)
     with pytest.raises(Eagle3Error, match="damaged"):
-        for sample in Store.open(store.path):
-            pass
+        list(Store.open(store.path))
 
 
 @pytest.mark.parametrize("harm", ["empty", "truncate", "missing", "other"])

@@ -34,15 +34,21 @@ def tiny_config(layers: int = 8, hidden: int = 64, vocab: int = 320) -> LlamaCon
                        bos_token_id=0, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False)
 
 
-def tiny_target(folder: Path, *, layers: int = 8, hidden: int = 64, seed: int = 0, template: str = CHATML) -> Path:
-    """Write the tiny target into `folder`. Weights are large enough that neighbouring layers differ clearly."""
+def tiny_target(folder: Path, *, layers: int = 8, hidden: int = 64, seed: int = 0, template: str = CHATML, branch: float = 1.0) -> Path:
+    """Write the tiny target into `folder`. Weights are large enough that neighbouring layers differ clearly.
+
+    branch: factor on what the layers write into the residual stream. Below 1 the next token hangs on the current one more
+    than on anything else, so that a draft can learn it from a few rows.
+    """
     torch.manual_seed(seed)
     model = LlamaForCausalLM(tiny_config(layers, hidden))
-    for name, weight in model.named_parameters():
+    for name, weight in model.requires_grad_(False).named_parameters():
         if weight.dim() == 1:  # norm weights of all ones would hide a norm that is applied twice
             torch.nn.init.uniform_(weight, 0.5, 1.5)
         else:
             torch.nn.init.normal_(weight, std=1.0 if "embed" in name else hidden**-0.5)
+            if "o_proj" in name or "down_proj" in name:
+                weight.mul_(branch)
     folder = Path(folder)
     model.save_pretrained(folder)
     byte_tokenizer(template).save_pretrained(folder)
