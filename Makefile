@@ -2,7 +2,7 @@
 # make test   sets everything up, then runs the tests
 # make lab    sets everything up, then opens JupyterLab on the notebooks
 # Set-up goes into .venv; PYTHON chooses the interpreter (3.11 or 3.12), KIND=gpu installs SGLang with CUDA.
-PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell $(p) -c 'import sys; 0 < (3,11) <= sys.version_info[:2] <= (3,12) and print("$(p)")' 2>/dev/null)))
+PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell $(p) -c 'import sys; (3,11) <= sys.version_info[:2] <= (3,12) and print("$(p)")' 2>/dev/null)))
 KIND   ?= cpu
 PARAMS ?= params/smollm2-cpu.yaml
 VENV   := .venv

@@ -71,5 +71,14 @@ def test_the_two_commands_set_up_first(goal):
     assert plan.index("tools/install.py") < plan.index("eagle3lib run" if goal == "run" else "pytest")
 
 
+def test_make_finds_a_fitting_python_and_says_so_when_there_is_none(tmp_path):
+    plan = subprocess.run(["make", "-n", "setup", f"VENV={tmp_path}/none"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (line,) = [line for line in plan.splitlines() if "-m venv" in line]
+    found = subprocess.run([line.split()[0], "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, text=True, check=True).stdout
+    assert found.strip() in ("(3, 11)", "(3, 12)")
+    none = subprocess.run(["make", "setup", f"VENV={tmp_path}/none", "PYTHON="], cwd=ROOT, capture_output=True, text=True)
+    assert none.returncode != 0 and "Python 3.11 or 3.12 is needed" in none.stdout
+
+
 def test_ci_runs_make_test():
     assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
