@@ -11,6 +11,8 @@ machine, and the data packages declare evaluators' dependencies that nobody here
 from __future__ import annotations
 
 import hashlib
+import os
+import select
 import subprocess
 import sys
 import time
@@ -18,6 +20,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+STEPS = ("Collecting", "  Downloading", "Installing", "Building", "Obtaining", "Processing")
+WAITING = "\0"
 
 
 def main(kind: str) -> None:
@@ -42,18 +46,30 @@ def no_deps() -> dict[str, list[str]]:
 
 
 def pip(what: str, *arguments: str) -> None:
-    """One pip call that shows what it downloads; the first one fetches several GB and takes a few minutes."""
+    """One pip call that shows what it is at and for how long; the first one fetches several GB and takes a few minutes."""
     print(f"set-up: installing {what} (a few minutes the first time)", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
-    filtered = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    tail: list[str] = []
-    for line in filtered.stdout or []:
-        tail = [*tail[-30:], line]
-        if line.startswith("Collecting"):
-            print(f"\r  {line.strip()[:100]:<100}", end="", flush=True)
-    print(f"\r{'':<102}\r", end="")
-    if filtered.wait():
-        raise SystemExit("".join(tail) + f"set-up: pip failed with exit code {filtered.returncode}; its last lines are above. Run again to go on.")
+    began, shown, text = time.monotonic(), time.monotonic(), ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while chunk := _read(process.stdout.fileno(), 2.0):
+            text = (text + (chunk if chunk != WAITING else ""))[-20_000:]
+            if time.monotonic() - shown > (1 if sys.stdout.isatty() else 10):
+                shown = time.monotonic()
+                step = next((line for line in reversed(text.splitlines()) if line.startswith(STEPS)), "starting").split(" (")[0]
+                line = f"  {time.monotonic() - began:4.0f} s  {step.strip()[:90]}"
+                print(f"\r{line:<102}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
+    if sys.stdout.isatty():
+        print(f"\r{'':<102}\r", end="")
+    if process.returncode:
+        tail = "\n".join(text.splitlines()[-30:])
+        raise SystemExit(f"{tail}\nset-up: pip failed with exit code {process.returncode}; its last lines are above. Run again to go on.")
+
+
+def _read(pipe: int, seconds: float) -> str:
+    """What pip wrote; WAITING when it wrote nothing for so long; "" at its end."""
+    if not select.select([pipe], [], [], seconds)[0]:
+        return WAITING
+    return os.read(pipe, 65536).decode(errors="replace")
 
 
 def wanted() -> str:
