@@ -89,7 +89,7 @@ def dump_sizes(sample_bytes: Sequence[int], predicted: int, written: int) -> Non
     right.bar_label(bars, fmt="%.1f MB", padding=3)
     right.set(xlabel="size on disk [MB]", xlim=(0, max(predicted, written) / 1e6 * 1.25))
     off = written / predicted - 1
-    title(right, f"Written: {off:+.2%} of the forecast")
+    title(right, f"What was written is within {abs(off):.2%} of the forecast")
     show(fig, f"Dump sizes: {len(sample_bytes)} samples; forecast {predicted / 1e6:.1f} MB, written {written / 1e6:.1f} MB, {off:+.2%}.")
 
 
@@ -118,7 +118,7 @@ def parity(errors: Mapping[str, Mapping[int, float]]) -> None:
     text = f"Each dumped stream is the layer it says: error at most {worst:.3f} there, {_nearest_wrong(errors):.2f} or more next to it"
     title(ax, text)
     ax.set(xlabel="residual stream r_k of the float32 reference [layer]", ylabel="median relative error a token", yscale="log")
-    ax.legend()
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     show(fig, f"Error of each dumped stream against neighbouring layers of the reference. {text}.")
 
 
