@@ -170,6 +170,10 @@ class Results:
         """What plots.survival draws: measured survival at positions 1..K, a set each."""
         return {name: f.measured.survival for name, f in self.figures.items() if name != ALL}
 
+    def survival_intervals(self) -> dict[str, tuple[list[float], list[float]]]:
+        """(low, high) of `survival`, 95 % over prompts."""
+        return {name: (f.measured.survival_low, f.measured.survival_high) for name, f in self.figures.items() if name != ALL}
+
     def by_context(self, edges: Sequence[int] = (64, 128, 256, 512, 1024, 2048)) -> dict[str, Acceptance]:
         """Measured acceptance by the number of tokens known before the round."""
         return acceptance.by_context([o.reply.rounds for o in self.outcomes], self.steps, edges, seed=self.seed)

@@ -231,7 +231,7 @@ def acceptance_bars(sets: Mapping[str, Mapping[str, Any]], steps: int) -> None:
     ax.axhline(1.0, color=BLACK, linestyle="--", linewidth=1)
     ax.annotate("1.0: no draft", (len(names) - 0.5, 1.0), ha="right", va="bottom")
     ax.set_xticks(x, [f"{n}\n{sets[n]['rounds']:,} rounds" for n in names])
-    ax.set(ylabel="acceptance length [tokens a round]", ylim=(0, max(steps / 2, float(np.max(measured + spread[1])) * 1.25)))
+    ax.set(xlabel="evaluation set", ylabel="acceptance length [tokens a round]", ylim=(0, max(steps / 2, float(np.max(measured + spread[1])) * 1.25)))
     best = max(names, key=lambda n: sets[n]["measured"])
     text = f"{measured.mean():.2f} tokens a target forward on average, {sets[best]['measured']:.2f} on {best} (chain of {steps})"
     title(ax, text)
@@ -240,14 +240,17 @@ def acceptance_bars(sets: Mapping[str, Mapping[str, Any]], steps: int) -> None:
     show(fig, f"Acceptance length by set. {text}. {'; '.join(each)}.")
 
 
-def survival(sets: Mapping[str, Sequence[float]]) -> None:
-    """sets[name][k]: share of rounds in which draft tokens 1..k+1 were all accepted."""
+def survival(sets: Mapping[str, Sequence[float]], intervals: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+    """sets[name][k]: share of rounds in which draft tokens 1..k+1 were all accepted; intervals[name]: (low, high) of the same."""
     fig, (ax,) = figure(height=3.0)
     for n, (name, values) in enumerate(sets.items()):
-        ax.plot(np.arange(1, len(values) + 1), np.asarray(values) * 100, color=CYCLE[n], marker=MARKERS[n], label=name)
+        position, (low, high) = np.arange(1, len(values) + 1), intervals[name]
+        ax.plot(position, np.asarray(values) * 100, color=CYCLE[n], marker=MARKERS[n], label=name)
+        ax.fill_between(position, np.asarray(low) * 100, np.asarray(high) * 100, color=CYCLE[n], alpha=0.15, linewidth=0)
     first = np.mean([v[0] for v in sets.values()])
     title(ax, f"The first drafted token is accepted in {first:.0%} of the rounds")
     ax.set(xlabel="draft position", ylabel="rounds accepted up to here [%]", ylim=(0, None))
+    ax.annotate("bands: 95 % intervals over prompts", (0.99, 0.02), xycoords="axes fraction", ha="right", fontsize=8)
     ax.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     ax.legend()
     show(fig, "Share of rounds accepted up to each draft position: " + "; ".join(

@@ -177,7 +177,7 @@ def test_plots_take_what_results_give(results, monkeypatch):
     shown = []
     monkeypatch.setattr(plots, "show", lambda fig, alt: (shown.append(alt), plots.plt.close(fig)))
     plots.acceptance_bars(results.bars(), STEPS)
-    plots.survival(results.survival())
+    plots.survival(results.survival(), results.survival_intervals())
     assert "short" in shown[0] and "talks" in shown[1]
     assert sum(b.rounds for b in results.by_context().values()) == results.figures["all"].measured.rounds
 
