@@ -27,8 +27,9 @@ from eagle3lib.store import Sample, Store, compare
 
 PREPARE = "Look at the samples and the accounting above; mend the data or the chat template, and prepare again."
 AGAIN = "Delete this run's store/ and run 02_extract again; if it fails again the capture is wrong, not the data."
-# nats. bf16 logits between 32 and 64 are 0.25 apart: 0.38 was seen at one of 4,500 places of a right dump; a row of another token is off by many.
-LOGPROB_MEDIAN, LOGPROB_WORST = 0.02, 1.0
+# nats. The probe is another forward pass than the dump, in another batch, so bf16 rounds otherwise: right dumps of SmolLM2 showed medians of
+# 0 to 0.043 and single places up to 0.5; rows shifted by one show a median of 6 to 8.
+LOGPROB_MEDIAN, LOGPROB_WORST = 0.15, 2.0
 PARITY_ERROR, PARITY_MARGIN = 0.05, 3.0  # measured 0.004 to 0.014 on SmolLM2 in bf16, neighbours 0.17 and more
 AGREEMENT = 0.9  # bf16 near-ties and batch effects leave a few per cent of the greedy tokens open
 
