@@ -25,6 +25,7 @@ from torch import Tensor
 from eagle3lib import runs, targets
 from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.store import fsync
 
 DRAFT, OPTIMIZER, STATE = "draft.safetensors", "optimizer.pt", "state.json"
 
@@ -40,9 +41,9 @@ def save(folder: Path, draft: Draft, about: dict[str, Any]) -> Path:
     temporary = folder / f".{DRAFT}.tmp"
     try:
         save_file(tensors, temporary, metadata=header)
-        _fsync(temporary)
+        fsync(temporary)
         os.replace(temporary, folder / DRAFT)
-        _fsync(folder)
+        fsync(folder)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise _disk_error(folder, error) from error
@@ -113,12 +114,12 @@ def save_state(folder: Path, draft: Draft, optimizer: torch.optim.Optimizer, sta
     save(temporary, draft, {})
     try:
         torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
-        _fsync(temporary / OPTIMIZER)
+        fsync(temporary / OPTIMIZER)
         sums = {name: _checksum(temporary / name) for name in (DRAFT, OPTIMIZER)}
         runs.write_json(temporary / STATE, {**state, "checksums": sums})
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        _fsync(folder)
+        fsync(folder)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
         raise _disk_error(folder, error) from error
@@ -163,14 +164,6 @@ def _checksum(path: Path) -> str:
         while block := file.read(2**24):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _disk_error(folder: Path, error: Exception) -> Eagle3Error:

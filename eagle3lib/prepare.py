@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import xxhash
 from tqdm import tqdm
 
@@ -34,6 +33,7 @@ from eagle3lib.prepared import Prepared, forecast, load_prepared
 from eagle3lib.preview import accounting_table, samples_html
 from eagle3lib.records import Item, Loaded, capped, load, nothing_left, refuse_seen
 from eagle3lib.replay import Replay, replay
+from eagle3lib.store import sample_id
 
 __all__ = ["Options", "accounting_table", "answer", "build", "forecast", "load", "load_prepared", "samples_html"]
 
@@ -195,21 +195,20 @@ def _kept(outcomes: Iterator[Outcome], options: Options, accounting: Accounting)
     for item, row in outcomes:
         try:
             cut = fit(row, options.max_tokens)
-            sample_id = id_of(cut)
-            refuse_seen(bytes.fromhex(sample_id), seen)
+            name = id_of(cut)
+            refuse_seen(bytes.fromhex(name), seen)
         except Drop as drop:
             accounting.drop(item.source, drop.reason, item.where, drop.detail)
             continue
         count = accounting.of(item.source)
         count.rows_kept += 1
         count.rows_cut += len(cut.input_ids) < len(row.input_ids)
-        yield item, cut, sample_id
+        yield item, cut, name
 
 
 def id_of(row: Row) -> str:
-    """The sample id: 32 hex characters, the hash of the ids (int32, little endian) and the mask (one byte a token)."""
-    ids, mask = np.asarray(row.input_ids, dtype="<i4"), np.asarray(row.loss_mask, dtype=np.uint8)
-    return xxhash.xxh3_128_hexdigest(ids.tobytes() + mask.tobytes())
+    """The row's sample id: the store's own definition, so that the two cannot drift apart."""
+    return sample_id(row.input_ids, row.loss_mask)
 
 
 def _is_heldout(record: Record, share: float) -> bool:

@@ -223,9 +223,9 @@ def _write_shard(path: Path, samples: list[Sample]) -> None:
     save_file({"hidden": torch.cat([s.hidden for s in samples]),
                "input_ids": torch.cat([s.input_ids for s in samples]).to(torch.int32),
                "loss_mask": torch.cat([s.loss_mask for s in samples]).to(torch.uint8)}, temporary)
-    _fsync(temporary)
+    fsync(temporary)
     os.replace(temporary, path)
-    _fsync(path.parent)
+    fsync(path.parent)
 
 
 def _records(samples: list[Sample], shard: int) -> np.ndarray:
@@ -279,7 +279,7 @@ def _keep_or_write_manifest(path: Path, manifest: dict[str, Any]) -> None:
     if not file.is_file():
         temporary = file.with_suffix(".tmp")
         temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True))
-        _fsync(temporary)
+        fsync(temporary)
         os.replace(temporary, file)
         return
     if differences := compare(json.loads(file.read_text()), manifest):
@@ -309,7 +309,7 @@ def _lock(path: Path) -> Any:
     return handle
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
