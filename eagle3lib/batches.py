@@ -10,8 +10,9 @@ about later steps has to be stored. Rows after a document's last supervised row 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,13 +34,36 @@ class Batch:
     left: Tensor  # int64 [M] steps at which it is supervised, counted from step 0: 1, 2, ...
     last: Tensor  # [M, H] target's last hidden state at the row's input token: its distribution is the row's target
     greedy: Tensor  # int64 [M] the target's own greedy choice there, over the whole vocabulary
+    places: Any = None  # a flash.Varlen where the GPU's attention kernel is to be used, else ttt lays the rows out itself
 
     def __len__(self) -> int:
         return len(self.row)
 
+    @property
+    def queries(self) -> int:
+        """Rows from each document's first supervised one to its end, together."""
+        first, _ = self.offsets()
+        return int((np.bincount(self.document.cpu().numpy(), minlength=len(self.ids)) - first)[: int(self.document.max()) + 1].sum())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor changed, for example moved."""
+        places = self.places and replace(self.places, **{n: change(t) for n, t in vars(self.places).items() if isinstance(t, Tensor)})
+        return Batch(ids=self.ids, places=places, **{name: change(getattr(self, name)) for name in TENSORS})
+
     def to(self, device: torch.device | str) -> Batch:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        """Moved without waiting: the source must stay as it is until the device has caught up."""
+        return self.map(lambda t: t.to(device, non_blocking=True))
+
+    def offsets(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each document its first supervised row's number [B], and of each supervised position its distance from that [M]."""
+        document, number = self.document[self.row].cpu().numpy(), self.position[self.row].cpu().numpy()
+        first = np.zeros(len(self.ids), dtype=np.int64)
+        places, at = np.unique(document, return_index=True)
+        first[places] = number[at]
+        return first, number - first[document]
+
+
+TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("ids", "places"))
 
 
 class Samples(Protocol):
@@ -107,10 +131,31 @@ def pack(documents: list[Batch]) -> Batch:
     """Lay single-document batches behind each other, dropping the empty ones."""
     kept = [d for d in documents if len(d)] or documents[:1]
     starts = np.cumsum([0] + [len(d.token) for d in kept])
-    cat = {f.name: torch.cat([getattr(d, f.name) for d in kept]) for f in fields(Batch) if f.name != "ids"}
+    cat = {name: torch.cat([getattr(d, name) for d in kept]) for name in TENSORS}
     cat["document"] = torch.repeat_interleave(torch.arange(len(kept)), torch.tensor(np.diff(starts)))
     cat["row"] = torch.cat([d.row + int(start) for d, start in zip(kept, starts, strict=False)])
     return Batch(ids=[d.ids[0] for d in kept], **cat)
+
+
+def pad(batch: Batch, rows: int, positions: int, queries: int, documents: int) -> Batch:
+    """Fill up to fixed sizes with one more document whose supervised positions are known at no step, so that they count for nothing.
+
+    rows [N], positions [M], queries (rows from a document's first supervised one on, over all documents) and documents are
+    totals; each must exceed the batch's own by at least one, and by as much as the one named after it, documents aside.
+    """
+    more_rows, more, behind = rows - len(batch.token), positions - len(batch), queries - batch.queries
+    if not (more_rows >= behind >= more >= 1 and documents > len(batch.ids)):
+        raise ValueError(f"cannot pad {len(batch.token)} rows, {len(batch)} positions, {batch.queries} queries, {len(batch.ids)} documents "
+                         f"to {rows}, {positions}, {queries}, {documents}")
+    row = torch.arange(rows - more, rows)
+    row[0] = rows - behind
+    filler = Batch(
+        ids=[""] * (documents - len(batch.ids)), aux=batch.aux.new_zeros(more_rows, batch.aux.shape[1]),
+        token=batch.token.new_zeros(more_rows), position=torch.arange(more_rows),
+        document=torch.full((more_rows,), len(batch.ids)), row=row,
+        left=batch.left.new_zeros(more), last=batch.last.new_zeros(more, batch.last.shape[1]), greedy=batch.greedy.new_zeros(more),
+    )
+    return Batch(ids=batch.ids + filler.ids, **{name: torch.cat((getattr(batch, name), getattr(filler, name))) for name in TENSORS})
 
 
 def plan(lengths: np.ndarray, samples: np.ndarray, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:

@@ -109,9 +109,14 @@ class DraftConfig:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Llama's rotary embedding of x [..., heads, C] by cos, sin [..., C]: halves are paired, not neighbours."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 3:
+        from eagle3lib.flash import Rotate
+
+        out: Tensor = Rotate.apply(x, cos.float(), sin.float())
+        return out
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
+    return (x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -1,12 +1,13 @@
-"""The objective and its hit rates: soft cross-entropy of every TTT step, summed with step weights.
+"""The objective and its hit rates: how far every TTT step's distribution is from the target's, summed with step weights.
 
-Legend: M supervised positions of a batch, K TTT steps, R (position, step) pairs that are supervised, H hidden size,
-D draft vocabulary, V target vocabulary, B documents.
+Legend: M supervised positions of a batch, K TTT steps, H hidden size, D draft vocabulary, V target vocabulary, B documents.
 
-    loss = sum_k decay^k * mean over supervised rows m of step k of CE(p_{m+k}, draft's step-k logits at row m)
+    loss = sum_k decay^k * mean over supervised rows m of step k of distance(p_{m+k}, q: softmax of the draft's step-k logits at m)
 
 p is the target's distribution renormalised on the draft vocabulary. Rows whose greedy target token lies outside the
 draft vocabulary are left out of the loss, and are a miss in every hit rate (EAGLE-3, arXiv 2503.01840 and its code).
+Distances: "ce", soft cross-entropy, EAGLE-3's own; "kl", the same less the target's entropy, so 0 is perfect; "lk",
+-log sum_v min(p_v, q_v), the negative logarithm of the rate at which sampled drafts are accepted (arXiv 2602.23881).
 """
 
 from __future__ import annotations
@@ -17,51 +18,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3lib import products
 from eagle3lib.batches import Batch
 from eagle3lib.draft import Draft
+from eagle3lib.errors import Eagle3Error
+from eagle3lib.rows import row_gradients
 from eagle3lib.ttt import unroll
 
-CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}  # float32 logits held at once; on a CPU about what stays in cache
+DISTANCES = ("ce", "kl", "lk")
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 384 * 2**20}  # logits held at once; on a CPU about what stays in cache
 
 
 @dataclass
 class Outcome:
-    """What a batch gave. `loss` is None when no row of it can be trained on."""
+    """What a batch gave. `loss` is None when no row of it can be trained on (on a GPU it is 0 then: nobody waits to see)."""
 
     loss: Tensor | None  # scalar, differentiable
-    losses: Tensor  # [K] mean cross-entropy of each step, NaN where a step has no row
+    losses: Tensor  # float64 [K] mean distance at each step, NaN where a step has no row
+    rows: Tensor  # int64 [K] rows that count at each step
     hits: Tensor  # bool [M, K] the draft's greedy token is the target's (teacher-forced); False where not known
     known: Tensor  # bool [M, K] the row is supervised at that step
 
 
-def objective(draft: Draft, batch: Batch, head: Tensor, steps: int, decay: float) -> Outcome:
-    """Loss of a batch. `head` [D, H]: the target's lm_head rows of the draft vocabulary, in the draft's dtype."""
-    out, target, place = _gather(draft, batch, steps)
-    losses = torch.full((steps,), float("nan"), dtype=torch.float64, device=out.device)
-    hits, known = _tables(batch, steps)
-    if not len(target):
-        return Outcome(None, losses, hits, known)
-    step = place % steps
-    rows = torch.bincount(step, minlength=steps)
-    weight = decay ** torch.arange(steps, device=out.device, dtype=out.dtype) / rows.clamp(min=1)
-    last = batch.last.to(head.dtype)
-    loss, each, guess = SoftCrossEntropy.apply(
-        draft.norm(out), draft.lm_head.weight, last, head, target, weight[step]
-    )
-    hits.view(-1)[place] = draft.to_target(guess) == batch.greedy[target]
-    sums = torch.zeros_like(losses).index_add_(0, step, each.double())
-    return Outcome(loss, torch.where(rows > 0, sums / rows, losses), hits, known)
+def objective(draft: Draft, batch: Batch, head: Tensor, steps: int, decay: float, distance: str = "ce", rows: Tensor | None = None) -> Outcome:
+    """Loss of a batch. `head` [D, H]: the target's lm_head rows of the draft vocabulary, in the draft's dtype.
+
+    `rows` int64 [K]: what to divide by, when the batch is one part of a larger one (data parallel); else its own counts.
+    """
+    if distance not in DISTANCES:
+        raise Eagle3Error(f"loss {distance!r}: one of {', '.join(DISTANCES)} is wanted.")
+    known, target, counted = pairs(draft, batch, steps)
+    own = counted.sum(0)
+    empty = torch.full((steps,), float("nan"), dtype=torch.float64, device=own.device)
+    if not len(batch) or (own.device.type == "cpu" and not own.any()):
+        return Outcome(None, empty, own, torch.zeros_like(known), known)
+    out = draft.norm(torch.stack(list(unroll(draft, batch, steps))))  # [K, M, H]
+    weight = decay ** torch.arange(steps, device=own.device, dtype=torch.float64) / (own if rows is None else rows).clamp(min=1)
+    loss, each, guess = SoftTargets.apply(out, draft.lm_head.weight, getattr(draft.lm_head, "short", None), batch.last.to(head.dtype), head,
+                                          (weight * counted).to(out.dtype if out.dtype == torch.float64 else torch.float32), distance)
+    hits = counted & (draft.to_target(guess) == batch.greedy[target])
+    losses = torch.where(own > 0, (each.double() * counted).sum(0) / own.clamp(min=1), empty)
+    return Outcome(loss, losses, own, hits, known)
+
+
+def pairs(draft: Draft, batch: Batch, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every position and step, each [M, K]: supervised or not, the position of its target, in the loss or not."""
+    ahead = torch.arange(steps, device=batch.left.device)
+    known = batch.left.unsqueeze(1) > ahead
+    target = (torch.arange(len(batch), device=ahead.device).unsqueeze(1) + ahead).clamp(max=max(len(batch) - 1, 0))
+    return known, target, known & draft.t2d[batch.greedy][target]
 
 
 @torch.no_grad()
 def simulate(draft: Draft, batch: Batch, steps: int) -> tuple[Tensor, Tensor]:
     """Teacher-forced greedy hits: (hits, known), both bool [M, K]; see Outcome."""
-    hits, known = _tables(batch, steps)
-    out, target, place = _gather(draft, batch, steps)
-    rows = _rows_per_chunk(draft.cfg.draft_vocab_size, out.device)
-    guess = [draft.logits(part).argmax(-1) for part in out.split(rows)] if len(out) else [target]
-    hits.view(-1)[place] = draft.to_target(torch.cat(guess)) == batch.greedy[target]
-    return hits, known
+    known, target, counted = pairs(draft, batch, steps)
+    if not len(batch):
+        return known.clone(), known
+    rows = max(64, CHUNK_BYTES[known.device.type] // (4 * draft.cfg.draft_vocab_size))
+    guess = [torch.cat([draft.logits(part).argmax(-1) for part in out.split(rows)]) for out in unroll(draft, batch, steps)]
+    return counted & (draft.to_target(torch.stack(guess, dim=1)) == batch.greedy[target]), known
 
 
 def joint_hits(hits: Tensor, known: Tensor) -> Tensor:
@@ -76,66 +92,55 @@ def joint_counts(batch: Batch, hits: Tensor, known: Tensor) -> tuple[Tensor, Ten
     return (empty.index_add(0, document, joint_hits(hits, known).long()), empty.index_add(0, document, known.long()))
 
 
-def _tables(batch: Batch, steps: int) -> tuple[Tensor, Tensor]:
-    known = batch.left.unsqueeze(1) > torch.arange(steps, device=batch.left.device)
-    return torch.zeros_like(known), known
+class SoftTargets(torch.autograd.Function):
+    """sum of weight[m, k] * distance(softmax(head @ last[m + k]), softmax(lm_head @ x[k, m])), with logits of a few rows at a time.
 
-
-def _gather(draft: Draft, batch: Batch, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [R, H] of all steps whose target is in the draft vocabulary, ordered by target; target, place int64 [R].
-
-    `target` indexes `batch.last`; `place` is m * K + k, the pair's place in an [M, K] table. Pairs that share a target
-    lie together, so that its distribution is computed once for all steps.
-    """
-    inside = draft.t2d[batch.greedy]
-    outs, targets, places = [batch.last.new_zeros(0, draft.cfg.hidden_size).to(draft.fc.weight.dtype)], [], []
-    for k, (alive, out) in enumerate(unroll(draft, batch, steps) if len(batch) else ()):
-        kept = inside[alive + k].nonzero().flatten()
-        outs.append(out.index_select(0, kept))
-        targets.append(alive[kept] + k)
-        places.append(alive[kept] * steps + k)
-    none = torch.zeros(0, dtype=torch.int64, device=batch.row.device)
-    target, order = torch.cat([none, *targets]).sort(stable=True)
-    return torch.cat(outs).index_select(0, order), target, torch.cat([none, *places])[order]
-
-
-def _rows_per_chunk(vocab: int, device: torch.device) -> int:
-    return max(64, CHUNK_BYTES[device.type] // (4 * vocab))
-
-
-class SoftCrossEntropy(torch.autograd.Function):
-    """sum_r weight_r * CE(softmax(head @ last[target_r]), softmax(lm_head @ x_r)), with logits of a few rows at a time.
-
-    The gradient is softmax(logits) - p, so it is taken in the forward pass while the chunk's logits exist; neither
-    logits nor distributions of a whole batch are ever held. Returns (sum, each row's CE [R], each row's guess [R]).
+    The gradient is taken in the forward pass while a chunk's logits exist; neither logits nor distributions of a whole
+    batch are ever held. Chunks go by target t = m + k: the K rows that share one lie together and its logits are computed
+    once. `short`: lm_head in a shorter format, for the products only; the weight's gradient is then written into `grad` at once,
+    as for the other layers (see products). Returns (sum, each distance [M, K], each guess [M, K]).
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, lm_head: Tensor, last: Tensor, head: Tensor, target: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        each, guess = x.new_empty(len(x)), torch.empty_like(target)
-        grad_x, grad_head = torch.empty_like(x), torch.zeros_like(lm_head)
-        parts = target.split(_rows_per_chunk(len(lm_head), x.device))
-        bounds = torch.stack([torch.stack((part[0], part[-1])) for part in parts]).tolist()  # one transfer for all
-        end = 0
-        for part, (first, final) in zip(parts, bounds, strict=True):
-            rows = slice(end, end := end + len(part))
-            p = (last[first : final + 1] @ head.t()).softmax(-1)
-            p = p.index_select(0, part - first)
-            logits = x[rows] @ lm_head.t()
-            top, guess[rows] = logits.max(-1)
-            q = logits.softmax(-1)
-            lse = top - q.gather(1, guess[rows].unsqueeze(1)).squeeze(1).log()  # q's largest value is at least 1/D
-            each[rows] = lse - torch.linalg.vecdot(p, logits)
-            q -= p
-            grad_x[rows] = (q @ lm_head) * weight[rows].unsqueeze(1)
-            grad_head.addmm_(q.t(), x[rows] * weight[rows].unsqueeze(1))
-        ctx.save_for_backward(grad_x, grad_head)
+    def forward(ctx: Any, x: Tensor, lm_head: Tensor, short: Tensor | None, last: Tensor, head: Tensor, weight: Tensor,
+                distance: str) -> tuple[Tensor, Tensor, Tensor]:
+        steps, positions, width = x.shape
+        matrix = lm_head if short is None else short
+        there, has_row, back, has_pair = by_target(positions, steps, x.device)
+        x_TKH = x.flatten(0, 1).index_select(0, there.flatten()).view(positions, steps, width)
+        weight_TK = torch.where(has_row, weight.t().flatten()[there], 0)
+        grad_TKH, grad_head = torch.empty_like(x_TKH), torch.zeros_like(lm_head) if short is None else products.gradient(lm_head).zero_()
+        each_TK, guess_TK = weight.new_empty(positions, steps), torch.empty_like(there)
+        chunk = chunk_targets(len(lm_head), steps, x.device)
+        for start in range(0, positions, chunk):
+            part = slice(start, start + chunk)
+            rows = x_TKH[part].flatten(0, 1)
+            logits, target = products.wide(rows, matrix), products.wide(last[part], head)
+            each_TK[part], guess_TK[part], slope = row_gradients(logits, target, weight_TK[part], distance, rows.dtype)
+            grad_TKH[part] = (slope @ matrix).view_as(grad_TKH[part])
+            products.accumulate(grad_head, slope, rows)
+        each, guess = (t.flatten()[back] for t in (each_TK, guess_TK))
+        grad_x = grad_TKH.flatten(0, 1).index_select(0, back.t().flatten()).view_as(x)
+        ctx.save_for_backward(grad_x.masked_fill_(~has_pair.t().unsqueeze(-1), 0), grad_head if short is None else None)
         ctx.mark_non_differentiable(each, guess)
         return (each * weight).sum(), each, guess
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_head = ctx.saved_tensors
-        return grad * grad_x, grad * grad_head, None, None, None, None
+        return grads[0] * grad_x, None if grad_head is None else grads[0] * grad_head, None, None, None, None, None
+
+
+def chunk_targets(drafted: int, steps: int, device: torch.device) -> int:
+    """Targets whose logits are held at once."""
+    return max(16, CHUNK_BYTES[device.type] // (6 * drafted * steps))
+
+
+def by_target(positions: int, steps: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How rows (position m, step k), stored at k * M + m, and pairs (target t = m + k, step k), stored at t * K + k, correspond.
+
+    there [T, K]: the row of each pair, and whether it exists; back [M, K]: the pair of each row, and whether it exists.
+    """
+    k, at = torch.arange(steps, device=device), torch.arange(positions, device=device).unsqueeze(1)
+    there, back = k * positions + (at - k).clamp(min=0), (at + k).clamp(max=positions - 1) * steps + k
+    return there, at >= k, back, at + k < positions

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from eagle3lib.batches import Batch, document, greedy_tokens, pack
 from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.store import Sample, sample_id
+from eagle3lib.ttt import unroll
 
 VOCAB, HIDDEN, LAYERS = 40, 16, (1, 2, 3)
 
@@ -49,6 +50,12 @@ def make_batch(samples: list[Sample], head: Tensor) -> Batch:
     for one in documents:
         one.greedy = greedy_tokens(one.last, head)
     return pack(documents)
+
+
+def unrolled(draft: Draft, batch: Batch, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Of each TTT step, the positions that are supervised at it and their outputs."""
+    outs = enumerate(unroll(draft, batch, steps))
+    return [(alive, out[alive]) for k, out in outs if len(alive := (batch.left > k).nonzero().flatten())]
 
 
 # A target whose next token is a fixed function of the current one -----------------------------------------------------

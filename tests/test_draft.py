@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drafts import HIDDEN, VOCAB, make_batch, make_sample, small_draft
+from drafts import HIDDEN, VOCAB, make_batch, make_sample, small_draft, unrolled
 from tiny import tiny_config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.errors import Eagle3Error
-from eagle3lib.ttt import unroll
 
 EXPORTED = {
     "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d",
@@ -41,7 +40,7 @@ def test_unrolled_steps_equal_sequential_drafting_with_a_cache():
     samples = [make_sample(18, [(4, 16)], seed=1), make_sample(12, [(2, 6), (7, 11)], seed=2)]
     batch = make_batch(samples, torch.randn(VOCAB, HIDDEN))
     seen = 0
-    for k, (alive, out) in enumerate(unroll(draft, batch, steps)):
+    for k, (alive, out) in enumerate(unrolled(draft, batch, steps)):
         for m, trained in zip(alive.tolist(), out, strict=True):
             row = batch.row[m]
             sample = samples[batch.document[row]]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from drafts import HIDDEN, LAYERS, VOCAB, make_batch, make_sample, small_draft
+from drafts import HIDDEN, LAYERS, VOCAB, make_batch, make_sample, small_draft, unrolled
 
 from eagle3lib import acceptance
 from eagle3lib.batches import document, pack, steps_left
 from eagle3lib.loss import joint_counts, joint_hits, objective, simulate
 from eagle3lib.store import Sample, sample_id
-from eagle3lib.ttt import unroll
 
 MIXED = [make_sample(14, [(4, 10)], seed=1), make_sample(20, [(3, 5), (8, 19)], seed=2), make_sample(9, [(5, 9)], seed=3)]
 
@@ -114,7 +113,7 @@ def test_rows_that_receive_gradient_are_exactly_the_supervised_ones():
     prompt, length = 4, 10  # reply: tokens 4..8; token 9 is template
     batch = pack([document(traceable(length, prompt, 9, sample)) for sample in (0, 1)])
     draft, found = small_draft(), []
-    for k, (alive, _) in enumerate(unroll(draft, batch, 6)):
+    for k, (alive, _) in enumerate(unrolled(draft, batch, 6)):
         for m in alive.tolist():
             state = int(batch.aux[batch.row[m], 0])
             target = int(batch.last[m + k, 0]) - len(LAYERS)
@@ -173,8 +172,8 @@ def test_padding_changes_no_bit():
 
 def test_packed_and_single_documents_give_the_same_rows():
     draft, head = small_draft(torch.float64), target_head()
-    together = list(unroll(draft, make_batch(MIXED, head), 4))
-    alone = [list(unroll(draft, make_batch([s], head), 4)) for s in MIXED]
+    together = list(unrolled(draft, make_batch(MIXED, head), 4))
+    alone = [list(unrolled(draft, make_batch([s], head), 4)) for s in MIXED]
     for k, (_, out) in enumerate(together):
         single = torch.cat([steps[k][1] for steps in alone if len(steps) > k])
         torch.testing.assert_close(out, single, rtol=0, atol=1e-12)
@@ -187,9 +186,9 @@ def test_the_mask_by_perturbation():
     def outputs(changed):
         other = make_sample(14, [(4, 13)], seed=8)
         changed(other)
-        return list(unroll(draft, make_batch([other], head), 4))
+        return list(unrolled(draft, make_batch([other], head), 4))
 
-    plain = list(unroll(draft, make_batch([sample], head), 4))
+    plain = list(unrolled(draft, make_batch([sample], head), 4))
     for t in range(13):
         states = outputs(lambda s, t=t: s.hidden[t, :-1].neg_())
         token = outputs(lambda s, t=t: s.input_ids[t].copy_((s.input_ids[t] + 1) % VOCAB))
@@ -204,7 +203,7 @@ def test_the_mask_by_perturbation():
 def test_documents_do_not_see_each_other():
     draft, head = small_draft(torch.float64), target_head()
     other = make_sample(20, [(3, 5), (8, 19)], seed=22)
-    a, b = (list(unroll(draft, make_batch([MIXED[0], middle, MIXED[2]], head), 4)) for middle in (MIXED[1], other))
+    a, b = (list(unrolled(draft, make_batch([MIXED[0], middle, MIXED[2]], head), 4)) for middle in (MIXED[1], other))
     for (alive, x), (_, y) in zip(a, b, strict=True):
         middle = (alive >= 5) & (alive < 16)
         same = (x == y).all(1)
@@ -250,7 +249,7 @@ def test_losses_by_step_add_up_to_the_loss():
 
 def test_chunks_do_not_matter(monkeypatch):
     whole = gradients(MIXED, dtype=torch.float64)
-    monkeypatch.setattr("eagle3lib.loss._rows_per_chunk", lambda vocab, device: 3)
+    monkeypatch.setattr("eagle3lib.loss.chunk_targets", lambda drafted, steps, device: 3)
     for a, b in zip(whole, gradients(MIXED, dtype=torch.float64), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
@@ -262,7 +261,7 @@ def test_hits_are_the_drafts_greedy_tokens_in_target_ids():
     draft, head = small_draft(torch.float64), target_head()
     batch = make_batch(MIXED, head)
     with torch.no_grad():
-        for k, (alive, out) in enumerate(unroll(draft, batch, 3)):
+        for k, (alive, out) in enumerate(unrolled(draft, batch, 3)):
             batch.greedy[alive[::2] + k] = draft.to_target(draft.logits(out).argmax(-1))[::2]
             break
     hits, known = simulate(draft, batch, 3)
