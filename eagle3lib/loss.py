@@ -46,7 +46,7 @@ def objective(draft: Draft, batch: Batch, head: Tensor, steps: int, decay: float
     weight = decay ** torch.arange(steps, device=out.device, dtype=out.dtype) / rows.clamp(min=1)
     last = batch.last.to(head.dtype)
     loss, each, guess = SoftCrossEntropy.apply(
-        draft.norm(out), draft.lm_head.weight, last, head, target, weight[step]
+        draft.normed(out), draft.lm_head.weight, last, head, target, weight[step]
     )
     hits.view(-1)[place] = draft.to_target(guess) == batch.greedy[target]
     sums = torch.zeros_like(losses).index_add_(0, step, each.double())

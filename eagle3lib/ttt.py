@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle3lib import deep
 from eagle3lib.batches import Batch
 from eagle3lib.draft import Draft, KeyValue
 
@@ -26,6 +27,9 @@ def unroll(draft: Draft, batch: Batch, steps: int) -> Iterator[tuple[Tensor, Ten
 
     The output of position m at step k is to be held against target m + k. Stops early when no row is left.
     """
+    if draft.cfg.num_layers > 1:
+        yield from deep.unroll(draft, batch, steps)
+        return
     layer, attention = draft.midlayer, draft.midlayer.self_attn
     hidden_NH = draft.fuse(batch.aux.to(draft.fc.weight.dtype))
     x = layer.mix(draft.embed(batch.token), hidden_NH)
@@ -46,7 +50,7 @@ def unroll(draft: Draft, batch: Batch, steps: int) -> Iterator[tuple[Tensor, Ten
         if k:
             own.append(attention.keys_values(x, *rope))
         attended = attend(attention.queries(x, *rope), true, own, Pads.of(batch, rows))
-        hidden = layer.finish(hidden, attended.flatten(1))
+        hidden = draft.hand_on(layer.finish(hidden, attended.flatten(1)))
         yield alive, hidden
 
 
