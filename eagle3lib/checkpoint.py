@@ -54,11 +54,12 @@ def load(folder: Path, target: Path | None = None, *, embeddings: Tensor | None 
     """The draft of a folder, in float32 and eval mode.
 
     Its embedding is the target's: `embeddings` [V, H], or those of the folder `target`, or of the target it was trained
-    for. Raises Eagle3Error when the file is missing, damaged, or belongs to a target of another size.
+    for; a draft with embeddings of its own brings them along.
+    Raises Eagle3Error when the file is missing, damaged, or belongs to a target of another size.
     """
     header = _header(folder)
     draft = empty(DraftConfig(**header["config"]), folder)
-    if embeddings is None:
+    if embeddings is None and not draft.cfg.own_embeddings:
         embeddings = targets.head_weights(Path(target or header["about"]["target"]))[1]
     _fill(draft, folder, embeddings)
     return draft.eval()
@@ -85,9 +86,11 @@ def _header(folder: Path) -> dict[str, Any]:
         raise Eagle3Error(f"draft {folder}/{DRAFT} is damaged ({error}). Train again.") from None
 
 
-def _fill(draft: Draft, folder: Path, embeddings: Tensor) -> None:
+def _fill(draft: Draft, folder: Path, embeddings: Tensor | None) -> None:
     """Copy every tensor of the file into `draft`; a missing, unknown or misshapen one is an error, never skipped."""
-    if embeddings.shape != draft.embed_tokens.weight.shape:
+    if draft.cfg.own_embeddings:
+        embeddings = None
+    if embeddings is not None and embeddings.shape != draft.embed_tokens.weight.shape:
         raise Eagle3Error(
             f"draft {folder}: trained for embeddings {list(draft.embed_tokens.weight.shape)}, the target has {list(embeddings.shape)}. "
             "Use the target that the draft was trained for."
@@ -99,8 +102,9 @@ def _fill(draft: Draft, folder: Path, embeddings: Tensor) -> None:
     if wrong:
         raise Eagle3Error(f"draft {folder}: tensors missing, unknown or of another shape: {', '.join(sorted(wrong))}. Train again.")
     draft.load(tensors)
-    with torch.no_grad():
-        draft.embed_tokens.weight.copy_(embeddings)
+    if embeddings is not None:
+        with torch.no_grad():
+            draft.embed_tokens.weight.copy_(embeddings)
 
 
 # Training states -------------------------------------------------------------------------------------------------------
@@ -142,8 +146,8 @@ def last_state(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def load_state(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -> None:
-    """Put a state's weights and moments into `draft` and `optimizer`. The embedding is left as it is."""
-    _fill(draft, path, draft.embed_tokens.weight.detach().clone())
+    """Put a state's weights and moments into `draft` and `optimizer`. The target's embedding is left as it is."""
+    _fill(draft, path, None)
     optimizer.load_state_dict(torch.load(path / OPTIMIZER, weights_only=True))
 
 

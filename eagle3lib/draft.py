@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft: one Llama-style layer between the target's hidden states and a reduced vocabulary.
+"""The EAGLE-3 draft: one Llama-style layer (or more) between the target's hidden states and a reduced vocabulary.
 
 Shapes: B sequences, N rows, A captured layers, H draft hidden size, Ht target hidden size, V target vocabulary,
 D draft vocabulary, Q query heads, G key/value heads, C head size, S keys.
@@ -13,7 +13,11 @@ turns it into `out_i`; logits(out_i) is the guess for token i+2. To draft furthe
 
 `past` is never changed in place: a chain extends its own copy, and the rows of guesses are forgotten by simply
 going back to the `past` of the true rows. Parameter names are those of the file SGLang loads
-(`models/llama_eagle3.py`); the embedding belongs to the target, is frozen and is not exported.
+(`models/llama_eagle3.py`); the embedding belongs to the target, is frozen and is not exported, unless the draft trains its own
+or is of another width than the target.
+
+Options with SGLang's meaning: `fc_norm` norms each captured stream before `fc`; `norm_output` hands the normed output to the
+next step (else the output before the final norm); layers behind the first read the stream alone, through their `hidden_norm`.
 """
 
 from __future__ import annotations
@@ -49,9 +53,23 @@ class DraftConfig:
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
     max_position_embeddings: int = 2048
+    num_layers: int = 1
+    fc_norm: bool = False  # EAGLE-3.1: an RMSNorm for each captured stream before `fc`
+    norm_output: bool = False  # EAGLE-3.1: the next step is fed the output behind the final norm
+    train_embeddings: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "aux_layers", tuple(self.aux_layers))
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers"):
+            if getattr(self, name) < 1:
+                raise Eagle3Error(f"draft {name} is {getattr(self, name)}, must be at least 1")
+        if self.head_dim % 2:
+            raise Eagle3Error(f"draft head_dim is {self.head_dim}: the rotary embedding pairs its halves, so it must be even")
+        if self.hidden_size == len(self.aux_layers) * self.target_hidden_size:
+            raise Eagle3Error(
+                f"draft hidden size {self.hidden_size} is the width of the {len(self.aux_layers)} captured streams together: SGLang tells "
+                "its own output from captured states by their width and would skip `fc`. Choose another hidden size."
+            )
         if self.num_heads % self.num_kv_heads:
             raise Eagle3Error(
                 f"draft heads: {self.num_heads} query heads are no multiple of {self.num_kv_heads} key/value heads"
@@ -61,6 +79,11 @@ class DraftConfig:
                 f"draft vocabulary: {self.draft_vocab_size} tokens, must be between 1 and the target's "
                 f"{self.vocab_size}"
             )
+
+    @property
+    def own_embeddings(self) -> bool:
+        """The draft has embeddings of its own, which belong in its file; else it reads the target's."""
+        return self.train_embeddings or self.hidden_size != self.target_hidden_size
 
     @classmethod
     def from_target(cls, config: Any, draft_vocab_size: int, aux_layers: list[int], **sizes: Any) -> DraftConfig:
@@ -98,7 +121,7 @@ class DraftConfig:
             num_attention_heads=self.num_heads,
             num_key_value_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            num_hidden_layers=1,
+            num_hidden_layers=self.num_layers,
             vocab_size=self.vocab_size,
             rms_norm_eps=self.rms_norm_eps,
             max_position_embeddings=self.max_position_embeddings,
@@ -120,12 +143,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections of the draft's attention; queries, keys and values read the 2H concatenation."""
+    """Projections of the draft's attention; in the first layer queries, keys and values read the 2H concatenation."""
 
-    def __init__(self, cfg: DraftConfig) -> None:
+    def __init__(self, cfg: DraftConfig, wide: int) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        wide = 2 * cfg.hidden_size
         self.q_proj = nn.Linear(wide, cfg.num_heads * cfg.head_dim, bias=False)
         self.k_proj = nn.Linear(wide, cfg.num_kv_heads * cfg.head_dim, bias=False)
         self.v_proj = nn.Linear(wide, cfg.num_kv_heads * cfg.head_dim, bias=False)
@@ -155,18 +177,20 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """The single decoder layer: reads concat(norm(embed), norm(hidden)), keeps `hidden` as its residual."""
+    """A decoder layer: the first reads concat(norm(embed), norm(hidden)), the others norm(hidden); `hidden` is the residual."""
 
-    def __init__(self, cfg: DraftConfig) -> None:
+    def __init__(self, cfg: DraftConfig, first: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps) if first else None
         self.hidden_norm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
-        self.self_attn = Attention(cfg)
+        self.self_attn = Attention(cfg, 2 * cfg.hidden_size if first else cfg.hidden_size)
         self.mlp = Mlp(cfg)
 
     def mix(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """Two [..., H] -> the attention's input [..., 2H]."""
+        """Two [..., H] -> the attention's input [..., 2H] ([..., H] behind the first layer)."""
+        if self.input_layernorm is None:
+            return self.hidden_norm(hidden)
         return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
@@ -178,17 +202,24 @@ class Layer(nn.Module):
 class Draft(nn.Module):
     """See the module's docstring for how rows, tokens and positions line up."""
 
+    d2t: Tensor
+    t2d: Tensor
+    feature_scale: Tensor
+
     def __init__(self, cfg: DraftConfig, d2t: Tensor, t2d: Tensor) -> None:
         """`d2t` int64 [D]: offset from draft id to target id (target id = j + d2t[j]); `t2d` bool [V]."""
         super().__init__()
         check_vocab(cfg, d2t, t2d)
         self.cfg = cfg
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
-        self.embed_tokens.requires_grad_(False)
+        self.embed_tokens.requires_grad_(cfg.train_embeddings)
         wide = len(cfg.aux_layers) * cfg.target_hidden_size
         self.fc = nn.Linear(wide, cfg.hidden_size, bias=False)
         self.register_buffer("feature_scale", torch.ones(wide), persistent=False)
+        streams = len(cfg.aux_layers)
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(cfg.target_hidden_size, eps=cfg.rms_norm_eps) for _ in range(streams if cfg.fc_norm else 0))
         self.midlayer = Layer(cfg)
+        self.layers = nn.ModuleDict({str(n): Layer(cfg, first=False) for n in range(1, cfg.num_layers)})
         self.norm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
         self.lm_head = nn.Linear(cfg.hidden_size, cfg.draft_vocab_size, bias=False)
         self.register_buffer("d2t", d2t.clone())
@@ -196,6 +227,11 @@ class Draft(nn.Module):
         rotary = LlamaRotaryEmbedding(cfg.llama())
         self.inv_freq = rotary.inv_freq.float()  # no buffer: .to(bfloat16) must not round it
         self.rope_scale = float(rotary.attention_scaling)
+
+    @property
+    def stack(self) -> list[Layer]:
+        """The decoder layers in order."""
+        return [self.midlayer, *self.layers.values()]  # type: ignore[list-item]
 
     @property
     def target_ids(self) -> Tensor:
@@ -212,11 +248,23 @@ class Draft(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Captured states, concatenated in the order of `aux_layers`, [..., A*Ht] -> g [..., H]."""
-        return self.fc(aux / self.feature_scale)
+        aux = aux / self.feature_scale
+        if len(self.fc_norm):
+            parts = aux.split(self.cfg.target_hidden_size, dim=-1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(aux)
+
+    def hand_on(self, hidden: Tensor) -> Tensor:
+        """The last layer's stream [..., H] -> `out` [..., H]: what the next step is fed, and what `logits` wants."""
+        return self.norm(hidden) if self.cfg.norm_output else hidden
+
+    def normed(self, out: Tensor) -> Tensor:
+        """`out` [..., H] -> what the head reads [..., H]."""
+        return out if self.cfg.norm_output else self.norm(out)
 
     def logits(self, out: Tensor) -> Tensor:
-        """Layer output [..., H] -> logits over the draft vocabulary [..., D]."""
-        return self.lm_head(self.norm(out))
+        """`out` [..., H] -> logits over the draft vocabulary [..., D]."""
+        return self.lm_head(self.normed(out))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions [...] -> cos, sin [..., C], always computed in float32 (as engines do)."""
@@ -231,20 +279,27 @@ class Draft(nn.Module):
     ) -> tuple[Tensor, KeyValue]:
         """Serve rows one after the other, as an engine does: embeds, hidden [B, N, H], positions [B, N].
 
-        Returns out [B, N, H] and `past` with the N new rows appended (a new pair; the given one stays as it was).
-        Each row sees everything in `past` and the new rows up to itself; `mask` bool [B, N, S + N] narrows that.
+        Returns out [B, N, H] and `past` with the N new rows appended (a new pair; the given one stays as it was; several layers'
+        keys lie behind each other in the second dimension). Each row sees everything in `past` and the new rows up to itself;
+        `mask` bool [B, N, S + N] narrows that.
         """
-        x = self.midlayer.mix(embeds, hidden)
-        cos, sin = self.rope(positions)
-        q = self.midlayer.self_attn.queries(x, cos, sin).transpose(1, 2)
-        k, v = (t.transpose(1, 2) for t in self.midlayer.self_attn.keys_values(x, cos, sin))
-        if past is not None:
-            k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-        n, s = q.shape[2], k.shape[2]
-        seen = torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
-        seen = seen if mask is None else (seen & mask).unsqueeze(1)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-        return self.midlayer.finish(hidden, attended.transpose(1, 2).flatten(2)), (k, v)
+        rope, stack = self.rope(positions), self.stack
+        olds = [None] * len(stack) if past is None else zip(*(t.chunk(len(stack), dim=1) for t in past), strict=True)
+        kept: list[KeyValue] = []
+        for layer, old in zip(stack, olds, strict=True):
+            x = layer.mix(embeds, hidden)
+            q = layer.self_attn.queries(x, *rope).transpose(1, 2)
+            k, v = (t.transpose(1, 2) for t in layer.self_attn.keys_values(x, *rope))
+            if old is not None:
+                k, v = torch.cat((old[0], k), dim=2), torch.cat((old[1], v), dim=2)
+            n, s = q.shape[2], k.shape[2]
+            seen = torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
+            seen = seen if mask is None else (seen & mask).unsqueeze(1)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            hidden = layer.finish(hidden, attended.transpose(1, 2).flatten(2))
+            kept.append((k, v))
+        keys, values = (torch.cat(t, dim=1) if len(kept) > 1 else t[0] for t in zip(*kept, strict=True))
+        return self.hand_on(hidden), (keys, values)
 
     @torch.no_grad()
     def scale_features(self, scale: Tensor) -> None:
@@ -253,13 +308,16 @@ class Draft(nn.Module):
         Training only: raw streams are large and unequal, and one learning rate suits no such weights. `exported` and
         `load` take the scale out again and in again; it must hold powers of two, so that no weight changes by a bit.
         """
+        if len(self.fc_norm):
+            raise Eagle3Error("fc_norm brings every stream to unit size itself; scaling before it would only shift its epsilon")
         if not torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5)):
             raise Eagle3Error("the scale of the features must hold powers of two; others would round the exported weights")
         self.feature_scale.copy_(scale)
 
     def exported(self) -> dict[str, Tensor]:
         """What belongs in a draft file: every trained tensor for unscaled states, d2t, t2d; not the target's embedding."""
-        tensors = {name: t for name, t in self.state_dict().items() if not name.startswith("embed_tokens.")}
+        own = self.cfg.own_embeddings
+        tensors = {name: t for name, t in self.state_dict().items() if own or not name.startswith("embed_tokens.")}
         return {**tensors, "fc.weight": tensors["fc.weight"] / self.feature_scale}
 
     @torch.no_grad()

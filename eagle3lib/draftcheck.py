@@ -1,8 +1,8 @@
 """Draft check: will an engine load this EAGLE-3 folder as it was meant? Names every tensor and field that is wrong.
 
-Rules follow what SGLang 0.5.14 reads (`models/llama_eagle3.py`): unknown tensors are dropped in silence, missing ones
-stay random, missing config fields get a default. An error breaks or silently worsens drafting; a warning is a
-default that the engine fills in, or something that is only right if it was meant.
+Rules follow what SGLang 0.5.14 reads (`models/llama_eagle3.py`), or vLLM for a folder in its layout (see layouts): unknown tensors
+are dropped in silence (vLLM refuses them), missing ones stay random, missing config fields get a default. An error breaks or
+silently worsens drafting; a warning is a default that the engine fills in, or something that is only right if it was meant.
 
 Legend: H draft hidden size, D draft vocabulary, V target vocabulary, L target layers.
 """
@@ -13,14 +13,16 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from eagle3lib import layouts
 from eagle3lib.draftfile import ARCHITECTURE, DTYPES
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.layouts import AUX_IDS, VLLM, our_name
 
 
 class Problem(NamedTuple):
@@ -38,12 +40,12 @@ def check_draft(folder: Path, target: Path | None = None) -> list[Problem]:
     Raises Eagle3Error when `folder` (or `target`) is no folder with a readable config.json.
     """
     config = read_config(Path(folder))
-    problems = list(config_problems(config))
+    problems, tensors = list(config_problems(config)), dict[str, Tensor]()
     if not any(p.fatal for p in problems if p.where in SIZES):
-        tensors, named = _load(Path(folder))
+        tensors, named = _load(Path(folder), layouts.of(config))
         problems += [*named, *tensor_problems(tensors, config), *vocabulary_problems(tensors, config)]
     if target is not None:
-        problems += target_problems(config, _text(read_config(Path(target))))
+        problems += target_problems(config, _text(read_config(Path(target))), own=EMBED in tensors)
     return sorted(dict.fromkeys(problems), key=lambda p: not p.fatal)
 
 
@@ -63,6 +65,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise Eagle3Error(f"{folder}: no readable config.json in it; give the folder of a draft (or target) model") from None
     except ValueError as error:
         raise Eagle3Error(f"{folder}/config.json is no JSON: {error}") from None
+    if isinstance(config, dict) and "speculators_model_type" in config:
+        raise Eagle3Error(f"{folder}: a draft in the layout of the speculators package, which is not read here; convert it to the layout "
+                          f'of {ARCHITECTURE} (model_type "llama", fields at the top level)')
     if not isinstance(config, dict):
         raise Eagle3Error(f"{folder}/config.json holds a {type(config).__name__}, not fields")
     return config
@@ -74,11 +79,12 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
 
 # Config --------------------------------------------------------------------------------------------------------------
 
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+WITNESSES = ("residual_streams", "norm_output", "meaning")  # not the engine's: what our exports say for whoever checks them
+EMBED = "embed_tokens.weight"
 Rule = tuple[Callable[[Any], bool], str]
 
 
-def _count(value: Any) -> bool:
+def _count(value: Any) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
@@ -94,7 +100,7 @@ FIELDS: dict[str, Rule] = {
     "architectures": (lambda v: v == [ARCHITECTURE], f'["{ARCHITECTURE}"]'),
     "model_type": (lambda v: v == "llama", '"llama"'),
     **SIZES,
-    "num_hidden_layers": (lambda v: v == 1 and type(v) is int, "1: an EAGLE-3 draft has one layer"),
+    "num_hidden_layers": (_count, "a positive integer (1, as a rule)"),
     "hidden_act": (lambda v: v == "silu", '"silu"'),
     "rms_norm_eps": (_number(1e-12, 1e-2), "a number between 1e-12 and 0.01"),
     "max_position_embeddings": _COUNT,
@@ -102,6 +108,8 @@ FIELDS: dict[str, Rule] = {
     "rope_scaling": (lambda v: v is None or (isinstance(v, dict) and ("rope_type" in v or "type" in v)), "null, or a table with rope_type"),
     "attention_bias": (lambda v: v is False, "false: the draft's projections have no bias"),
     "tie_word_embeddings": (lambda v: v is False, "false: true makes SGLang ignore lm_head.weight"),
+    "fc_norm": (lambda v: type(v) is bool, "true or false: EAGLE-3.1's norms before fc"),
+    "norm_output": (lambda v: type(v) is bool, "true or false: is the next step fed the normed output?"),
     "torch_dtype": (lambda v: v in list(DTYPES), f"one of {', '.join(DTYPES)}"),
     "eagle_config": (lambda v: isinstance(v, dict), "a table with eagle_aux_hidden_state_layer_ids"),
 }
@@ -117,6 +125,8 @@ DEFAULTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "rope_scaling": lambda c: "none",
     "attention_bias": lambda c: "false",
     "tie_word_embeddings": lambda c: "false",
+    "fc_norm": lambda c: "false",
+    "norm_output": lambda c: "false",
     "torch_dtype": lambda c: "float16 or bfloat16 of its own choice",
     "eagle_config": lambda c: "the residual streams 2, L//2 and L-3",
 }
@@ -133,10 +143,28 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(name, f"missing; the engine takes {default(given)}" if default else f"missing; must be {wanted}", default is None)
         elif not holds(given[name]):
             yield Problem(name, f"is {given[name]!r}, must be {wanted}")
-    if _count(heads := given.get("num_attention_heads")) and _count(groups := given.get("num_key_value_heads", heads)) and heads % groups:
+    heads: Any = given.get("num_attention_heads")
+    groups: Any = given.get("num_key_value_heads", heads)
+    if _count(heads) and _count(groups) and heads % groups:
         yield Problem("num_key_value_heads", f"is {groups}, does not divide num_attention_heads {heads}")
     if isinstance(given.get("eagle_config"), dict):
-        yield from eagle_problems(given["eagle_config"])
+        yield from eagle_problems(given["eagle_config"], layouts.ids_of(config), layouts.of(config))
+        said = given["eagle_config"].get("norm_output", given.get("norm_output"))
+        if said != given.get("norm_output", False):
+            yield Problem("norm_output", f"is {given.get('norm_output')}, but eagle_config says that it was trained with {said}")
+    yield from width_problems(given)
+    if layouts.of(config) is VLLM and config.get("norm_before_residual"):
+        yield Problem("norm_before_residual", "is true: the residual would be the normed stream, which our reader and SGLang do not know")
+    if config.get("use_aux_norm") and config.get("fc_norm") is False:
+        yield Problem("fc_norm", "is false and use_aux_norm is true: they are two names for one thing, and SGLang takes either", False)
+
+
+def width_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
+    """SGLang tells captured states from the draft's own output by their width alone."""
+    ids, width, target = layouts.ids_of(given), given.get("hidden_size"), given.get("target_hidden_size") or given.get("hidden_size")
+    streams = len(ids) if _layer_ids(ids) else 3
+    if _count(width) and _count(target) and width == streams * target:
+        yield Problem("hidden_size", f"is {width}, the width of {streams} captured streams of {target}: SGLang would skip fc")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,9 +175,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": rope.get("rope_theta"), "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None}
 
 
-def eagle_problems(eagle: Mapping[str, Any]) -> Iterator[Problem]:
-    """The captured layers: SGLang's ids name layer outputs, one less than the residual stream they stand for."""
-    ids = eagle.get(AUX_IDS)
+def eagle_problems(eagle: Mapping[str, Any], ids: Any, layout: layouts.Layout) -> Iterator[Problem]:
+    """The captured layers: SGLang's ids name layer outputs, one less than the residual stream they stand for; vLLM's name the stream."""
     if ids is None:
         yield Problem(AUX_IDS, f"missing in eagle_config; the engine takes {DEFAULTS['eagle_config'](eagle)}", False)
     elif not _layer_ids(ids):
@@ -157,11 +184,14 @@ def eagle_problems(eagle: Mapping[str, Any]) -> Iterator[Problem]:
     if eagle.get("use_aux_hidden_state") is not True:
         yield Problem("use_aux_hidden_state", f"is {eagle.get('use_aux_hidden_state')!r} in eagle_config, must be true")
     streams = eagle.get("residual_streams")
-    if streams is not None and _layer_ids(ids) and streams != [i + 1 for i in ids]:
-        yield Problem("residual_streams", f"says {streams}, but {AUX_IDS} {ids} mean {[i + 1 for i in ids]}")
+    if streams is not None and _layer_ids(ids) and streams != [i + layout.shift for i in ids]:
+        yield Problem("residual_streams", f"says {streams}, but {AUX_IDS} {ids} mean {[i + layout.shift for i in ids]}")
+    if any(name in eagle for name in WITNESSES):
+        for name in (n for n in WITNESSES if n not in eagle):
+            yield Problem(name, f"missing in eagle_config: our exports hold {', '.join(WITNESSES)}", False)
 
 
-def _layer_ids(ids: Any) -> bool:
+def _layer_ids(ids: Any) -> TypeGuard[list[int]]:
     return isinstance(ids, list) and len(ids) > 0 and all(type(i) is int and i >= 0 for i in ids) and ids == sorted(set(ids))
 
 
@@ -177,28 +207,29 @@ def layout(config: Mapping[str, Any]) -> dict[str, tuple[Dim, ...]]:
     size, groups = config.get("head_dim") or h[1] // heads, config.get("num_key_value_heads") or heads
     q, kv = ("num_attention_heads x head_dim", heads * size), ("num_key_value_heads x head_dim", groups * size)
     wide, target = ("2 x hidden_size", 2 * h[1]), ("target_hidden_size", config.get("target_hidden_size") or h[1])
-    eagle = config.get("eagle_config")
-    ids = eagle.get(AUX_IDS) if isinstance(eagle, dict) else None
+    ids = layouts.ids_of(config)
     aux = len(ids) if _layer_ids(ids) else 3
-    shapes = {f"midlayer.{n}.weight": (h,) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-    attention = {"q": (q, wide), "k": (kv, wide), "v": (kv, wide), "o": (h, q)}
-    shapes |= {f"midlayer.self_attn.{n}_proj.weight": dims for n, dims in attention.items()}
-    shapes |= {f"midlayer.mlp.{n}_proj.weight": dims for n, dims in {"gate": (i, h), "up": (i, h), "down": (h, i)}.items()}
+    shapes: dict[str, tuple[Dim, ...]] = {"midlayer.input_layernorm.weight": (h,)}
+    for n in range(config["num_hidden_layers"] if _count(config.get("num_hidden_layers")) else 1):
+        place, read = (f"layers.{n}", h) if n else ("midlayer", wide)  # layers behind the first do not read the embedding
+        shapes |= {f"{place}.{norm}.weight": (h,) for norm in ("hidden_norm", "post_attention_layernorm")}
+        attention = {"q": (q, read), "k": (kv, read), "v": (kv, read), "o": (h, q)}
+        shapes |= {f"{place}.self_attn.{part}_proj.weight": dims for part, dims in attention.items()}
+        shapes |= {f"{place}.mlp.{part}_proj.weight": dims for part, dims in {"gate": (i, h), "up": (i, h), "down": (h, i)}.items()}
     shapes |= {"fc.weight": (h, (f"{aux} aux layers x target_hidden_size", aux * target[1])), "norm.weight": (h,), "lm_head.weight": (d, h)}
     if config.get("fc_norm") or config.get("use_aux_norm"):  # EAGLE-3.1
         shapes |= {f"fc_norm.{n}.weight": (target,) for n in range(aux)}
+    if target[1] != h[1]:  # the target's embeddings do not fit
+        shapes |= {EMBED: (v, h)}
     return {**shapes, "d2t": (d,), "t2d": (v,)}
 
 
-def our_name(name: str) -> str:
-    """The same tensor's name in our files: SGLang's loader takes `layers.0.` for `midlayer.`, and a leading `model.`."""
-    name = name.removeprefix("model.")
-    for n, place in enumerate(("low", "mid", "high")):
-        name = name.replace(f"aux_norm_{place}", f"fc_norm.{n}")
-    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a draft folder under our names; the folder has been checked."""
+    return _load(folder, layouts.of(read_config(folder)))[0]
 
 
-def _load(folder: Path) -> tuple[dict[str, Tensor], list[Problem]]:
+def _load(folder: Path, layout: layouts.Layout) -> tuple[dict[str, Tensor], list[Problem]]:
     """All tensors of the folder's safetensors files under our names, and what was wrong with the files."""
     tensors: dict[str, Tensor] = {}
     problems: list[Problem] = []
@@ -210,9 +241,9 @@ def _load(folder: Path) -> tuple[dict[str, Tensor], list[Problem]]:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    if our_name(name) in tensors:
+                    if our_name(name, layout) in tensors:
                         problems.append(Problem(name, "is there twice under different names or in different files"))
-                    tensors[our_name(name)] = opened.get_tensor(name)
+                    tensors[our_name(name, layout)] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             problems.append(Problem(file.name, f"cannot be read: {error}"))
     return tensors, problems
@@ -223,9 +254,16 @@ def tensor_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
     wanted = layout(config)
     for name in wanted.keys() - tensors.keys() - {"t2d", "d2t"}:
         yield Problem(name, "missing; the engine leaves it at random values")
+    deep, given = len({n.split(".")[1] for n in tensors if n.startswith("layers.")}), config.get("num_hidden_layers", 1)
+    if given != 1 + deep:
+        yield Problem("num_hidden_layers", f"is {given}, the file holds {1 + deep} layer{'s' if deep else ''}")
+    if "fc_norm.0.weight" in wanted and not any(n.startswith("fc_norm.") for n in tensors):
+        yield Problem("fc_norm", "is true, the file holds no fc_norm tensor")
     for name in sorted(tensors.keys() - wanted.keys()):
-        if name == "embed_tokens.weight":
-            yield Problem(name, "not needed: the engine takes the target's embedding", False)
+        if name == EMBED and layouts.of(config) is VLLM:
+            continue  # vLLM takes them
+        if name == EMBED:
+            yield Problem(name, "not used: SGLang takes the target's embedding for a draft of the target's width", False)
         else:
             yield Problem(name, "unknown; the engine drops it without a word")
     for name, dims in wanted.items():
@@ -285,8 +323,8 @@ def vocabulary_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 # Draft and target ----------------------------------------------------------------------------------------------------
 
 
-def target_problems(config: Mapping[str, Any], target: Mapping[str, Any]) -> Iterator[Problem]:
-    """Does the draft fit the target that it is to serve? `target`: its text config."""
+def target_problems(config: Mapping[str, Any], target: Mapping[str, Any], own: bool = False) -> Iterator[Problem]:
+    """Does the draft fit the target that it is to serve? `target`: its text config; `own`: the file holds embeddings."""
     def differs(field: str, other: str, *, fatal: bool, why: str) -> Iterator[Problem]:
         mine, theirs = given.get(field), full.get(other)
         if mine is not None and theirs is not None and mine != theirs:
@@ -296,18 +334,24 @@ def target_problems(config: Mapping[str, Any], target: Mapping[str, Any]) -> Ite
     given.setdefault("target_hidden_size", given.get("hidden_size"))
     yield from differs("vocab_size", "vocab_size", fatal=True, why="a draft for another tokenizer")
     yield from differs("target_hidden_size", "hidden_size", fatal=True, why="a draft for another target")
-    yield from differs("hidden_size", "hidden_size", fatal=True, why="the draft uses the target's embedding")
+    if not own:
+        yield from differs("hidden_size", "hidden_size", fatal=True, why="the draft uses the target's embedding")
     yield from differs("rope_theta", "rope_theta", fatal=False, why="right only if the draft was trained so")
     yield from differs("max_position_embeddings", "max_position_embeddings", fatal=False, why="the engine takes the target's for both")
-    layers, eagle = target.get("num_hidden_layers"), config.get("eagle_config")
-    ids = eagle.get(AUX_IDS) if isinstance(eagle, dict) else None
+    yield from layer_problems(layouts.ids_of(config), target.get("num_hidden_layers"), layouts.of(config))
+
+
+def layer_problems(ids: Any, layers: Any, layout: layouts.Layout) -> Iterator[Problem]:
+    """The captured layers beside those of EAGLE-3 for a target of so many layers."""
     if not (_count(layers) and _layer_ids(ids)):
         return
-    usual = [1, layers // 2 - 1, layers - 4]
-    if max(ids) > layers - 2:
-        yield Problem(AUX_IDS, f"is {ids}, but the target's last usable layer output is {layers - 2}")
-    elif ids == [i + 1 for i in usual]:
+    usual, last = [k - layout.shift for k in (2, layers // 2, layers - 3)], layers - 1 - layout.shift
+    if max(ids) > last:
+        yield Problem(AUX_IDS, f"is {ids}, but the target's last usable layer {'input' if layout is VLLM else 'output'} is {last}")
+    elif layout is not VLLM and ids == [i + 1 for i in usual]:
         yield Problem(AUX_IDS, f"is {ids}: these name layer inputs (vLLM's meaning), SGLang would add 1; write {usual}")
+    elif layout is VLLM and ids == [i - 1 for i in usual]:
+        yield Problem(AUX_IDS, f"is {ids}: these name layer outputs (SGLang's meaning), vLLM takes layer inputs; write {usual}")
     elif ids != usual:
         yield Problem(AUX_IDS, f"is {ids}, usual for {layers} layers is {usual}; right only if it was trained so", False)
 

@@ -1,8 +1,8 @@
-"""Export: write a draft as the folder that SGLang loads, and show that the folder holds what was trained.
+"""Export: write a draft as the folder that SGLang or vLLM loads, and show that the folder holds what was trained.
 
-Tensor names and config fields are those that SGLang 0.5.14 reads (`models/llama_eagle3.py`, `model_executor/
-model_runner.py`). Its loader drops tensors it does not know without a word and leaves missing ones at random values,
-so nothing here is taken on trust: `round_trip` compares logits, `draftcheck` looks at every tensor and field.
+Tensor names and config fields are those that the engines read (see layouts). SGLang's loader drops
+tensors it does not know without a word and leaves missing ones at random values, so nothing here is taken on trust:
+`round_trip` compares logits, `draftcheck` looks at every tensor and field.
 
 Legend: T rows, A captured layers, H target hidden size, D draft vocabulary, K draft steps.
 """
@@ -23,29 +23,35 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3lib import layouts
 from eagle3lib.acceptance import DEFINITIONS
 from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.draftfile import ARCHITECTURE, DTYPES, WEIGHTS, DraftFile
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.layouts import SGLANG, Layout
 
-AUX_MEANING = "ids name layer outputs: SGLang adds 1 to get the residual streams r_k that enter layer k, listed in residual_streams"
+NO_IMAGES: Mapping[str, bytes] = {}
 
 
-def export(draft: Draft, folder: Path, *, dtype: str = "bfloat16", card: str = "") -> Path:
+def export(draft: Draft, folder: Path, *, dtype: str = "bfloat16", card: str = "", layout: str = "sglang",
+           images: Mapping[str, bytes] = NO_IMAGES) -> Path:
     """Write `folder` (model.safetensors, config.json, README.md) atomically; an older export there is replaced.
 
-    `dtype` is what the file holds and SGLang loads: weights are rounded to it, d2t and t2d are not. `card` is the
-    text of README.md. Raises Eagle3Error when `dtype` is unknown or the folder holds something that is no draft.
+    `layout`: "sglang" or "vllm". `dtype` is what the file holds and the engine loads: weights are rounded to it, d2t and t2d are
+    not. `card` is the text of README.md, `images` the PNG files that it shows by name. Raises Eagle3Error when `dtype` or
+    `layout` is unknown, the engine cannot serve this draft as trained, or the folder holds something that is no draft.
     """
     if dtype not in DTYPES:
         raise Eagle3Error(f"export: unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
+    if why := layouts.refusal(draft.cfg, layouts.get(layout)):
+        raise Eagle3Error(f"export: this draft is not written for {layout}: {why}.")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise Eagle3Error(f"export: {folder} exists and is no draft folder (no config.json); move it away or choose another folder")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
-            _write(draft, Path(temporary) / "new", dtype, card)
+            _write(draft, Path(temporary) / "new", dtype, card, layouts.get(layout), images)
             if folder.exists():
                 os.replace(folder, Path(temporary) / "old")
             os.replace(Path(temporary) / "new", folder)
@@ -55,27 +61,38 @@ def export(draft: Draft, folder: Path, *, dtype: str = "bfloat16", card: str = "
     return folder
 
 
-def _write(draft: Draft, folder: Path, dtype: str, card: str) -> None:
+def _write(draft: Draft, folder: Path, dtype: str, card: str, layout: Layout, images: Mapping[str, bytes]) -> None:
     folder.mkdir()
-    save_file(rounded(draft, dtype), folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(sglang_config(draft.cfg, dtype), indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(card or "# EAGLE-3 draft\n", encoding="utf-8")
+    save_file(rounded(draft, dtype, layout), folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(engine_config(draft.cfg, dtype, layout), indent=2) + "\n", encoding="utf-8")
+    shown = "".join(f"\n![{Path(name).stem}]({name})\n" for name in images)
+    (folder / "README.md").write_text((card or "# EAGLE-3 draft\n") + shown, encoding="utf-8")
+    for name, data in images.items():
+        (folder / Path(name).name).write_bytes(data)
 
 
-def rounded(draft: Draft, dtype: str) -> dict[str, Tensor]:
+def rounded(draft: Draft, dtype: str, layout: Layout = SGLANG) -> dict[str, Tensor]:
     """The tensors of the file: floating-point ones in `dtype`, d2t int64, t2d bool."""
-    return {name: (t.to(DTYPES[dtype]) if t.is_floating_point() else t).cpu().contiguous() for name, t in draft.exported().items()}
+    return {layouts.file_name(name, layout): (t.to(DTYPES[dtype]) if t.is_floating_point() else t).cpu().contiguous()
+            for name, t in draft.exported().items()}
 
 
-def sglang_config(cfg: DraftConfig, dtype: str) -> dict[str, Any]:
-    """config.json of the draft: every field that SGLang reads, explicit, with the aux layers in SGLang's meaning (k - 1)."""
+def engine_config(cfg: DraftConfig, dtype: str, layout: Layout = SGLANG) -> dict[str, Any]:
+    """config.json of the draft: every field that the engine reads, explicit, with the captured layers in the engine's meaning.
+
+    What eagle_config holds beyond the engine's own fields is for draftcheck: a second word on what no tensor shows.
+    """
+    ids = [k - layout.shift for k in cfg.aux_layers]
+    about = {"use_aux_hidden_state": True, "residual_streams": list(cfg.aux_layers), "norm_output": cfg.norm_output, "meaning": layout.meaning}
+    own = {"eagle_config": {layouts.AUX_IDS: ids, **about}} if layout is SGLANG else {
+        layouts.AUX_IDS: ids, "eagle_config": about, "norm_before_residual": False}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "hidden_size": cfg.hidden_size,
         "target_hidden_size": cfg.target_hidden_size,
         "intermediate_size": cfg.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": cfg.num_layers,
         "num_attention_heads": cfg.num_heads,
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
@@ -88,13 +105,10 @@ def sglang_config(cfg: DraftConfig, dtype: str) -> dict[str, Any]:
         "rope_scaling": cfg.rope_scaling,
         "attention_bias": False,
         "tie_word_embeddings": False,
+        "fc_norm": cfg.fc_norm,
+        "norm_output": cfg.norm_output,
         "torch_dtype": dtype,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [k - 1 for k in cfg.aux_layers],
-            "use_aux_hidden_state": True,
-            "residual_streams": list(cfg.aux_layers),
-            "meaning": AUX_MEANING,
-        },
+        **own,
     }
 
 
@@ -132,7 +146,7 @@ def as_exported(draft: Draft, dtype: str) -> Draft:
     """A float32 copy of the draft on the CPU whose weights went through the file's dtype."""
     copy = Draft(draft.cfg, draft.d2t.cpu(), draft.t2d.cpu()).float().eval()
     weights = {name: t.to(DTYPES[dtype]).float() if t.is_floating_point() else t for name, t in draft.exported().items()}
-    copy.load_state_dict({**weights, "embed_tokens.weight": draft.embed_tokens.weight.float()})
+    copy.load_state_dict({"embed_tokens.weight": draft.embed_tokens.weight.float(), **weights})
     return copy
 
 
@@ -150,22 +164,28 @@ def cached_logits(draft: Draft, aux_TA: Tensor, tokens: list[int], guesses: list
 # Model card ----------------------------------------------------------------------------------------------------------
 
 
-def model_card(draft: Draft, target: str, metrics: Mapping[str, Any], fingerprint: Mapping[str, Any], steps: int) -> str:
+SERVE = {
+    "sglang": """    python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 --speculative-draft-model-path THIS_FOLDER \\
+      --speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens} --dtype bfloat16""",
+    "vllm": """    vllm serve TARGET --speculative-config '{{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": {steps}}}'""",
+}
+
+
+def model_card(draft: Draft, target: str, metrics: Mapping[str, Any], fingerprint: Mapping[str, Any], steps: int,
+               layout: str = "sglang") -> str:
     """README.md of the folder: what it is, how to serve it, what was measured and on what."""
     cfg, trained = draft.cfg, sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    marks = "\n".join(f"- {name}: `{value}`" for name, value in _flat(fingerprint).items())
     rows = "\n".join(f"| {name} | {value} |" for name, value in metrics.items())
-    marks = "\n".join(f"- {name}: `{value}`" for name, value in fingerprint.items())
     return f"""# EAGLE-3 draft for {target}
 
-One decoder layer, {trained / 1e6:.1f} M parameters, draft vocabulary {cfg.draft_vocab_size:,} of {cfg.vocab_size:,} tokens. It reads the
-target's residual streams {list(cfg.aux_layers)} (r_k enters layer k; `config.json` stores SGLang's ids, one less) and serves only the
+{_layers(cfg.num_layers)}, {trained / 1e6:.1f} M parameters, draft vocabulary {cfg.draft_vocab_size:,} of {cfg.vocab_size:,} tokens. It reads the
+target's residual streams {list(cfg.aux_layers)} (r_k enters layer k; `config.json` says in which engine's ids) and serves only the
 target it was trained for.
 
 ## Serve
 
-    python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 --speculative-draft-model-path THIS_FOLDER \\
-      --speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1} --dtype bfloat16
-
+{SERVE[layout].format(steps=steps, tokens=steps + 1)}
 ## Measured
 
 | figure | value |
@@ -177,3 +197,14 @@ target it was trained for.
 
 {marks}
 """
+
+
+def _layers(count: int) -> str:
+    return "One decoder layer" if count == 1 else f"{count} decoder layers"
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in facts.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

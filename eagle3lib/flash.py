@@ -43,6 +43,10 @@ class Varlen:
         ends = torch.cat((rows.new_zeros(1), rows.cumsum(0)))
         return cls(slot, starts.int(), ends.int(), int(starts[-1]), longest or int(rows.max()))
 
+    def whole(self, rows: int) -> Varlen:
+        """The same documents with queries at all of the batch's rows."""
+        return Varlen(torch.arange(rows, device=self.slot.device), self.key_ends, self.key_ends, rows, self.longest)
+
 
 def flash_attend(q: Tensor, true: KeyValue, own: list[KeyValue], places: Any) -> Tensor:
     """As ttt.attend; all tensors bfloat16 on one CUDA device."""

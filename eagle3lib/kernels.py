@@ -1,5 +1,5 @@
-# mypy: disable-error-code=no-untyped-def
 """Triton kernels of the training step. Imported on a GPU only."""
+# mypy: disable-error-code=no-untyped-def
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def objective(draft: Draft, batch: Batch, head: Tensor, steps: int, decay: float
     empty = torch.full((steps,), float("nan"), dtype=torch.float64, device=own.device)
     if not len(batch) or (own.device.type == "cpu" and not own.any()):
         return Outcome(None, empty, own, torch.zeros_like(known), known)
-    out = draft.norm(torch.stack(list(unroll(draft, batch, steps))))  # [K, M, H]
+    out = draft.normed(torch.stack(list(unroll(draft, batch, steps))))  # [K, M, H]
     weight = decay ** torch.arange(steps, device=own.device, dtype=torch.float64) / (own if rows is None else rows).clamp(min=1)
     loss, each, guess = SoftTargets.apply(out, draft.lm_head.weight, getattr(draft.lm_head, "short", None), batch.last.to(head.dtype), head,
                                           (weight * counted).to(out.dtype if out.dtype == torch.float64 else torch.float32), distance)

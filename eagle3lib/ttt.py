@@ -13,34 +13,49 @@ all K steps, also those at which its reply has ended: sizes then do not depend o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from eagle3lib.batches import Batch
 from eagle3lib.draft import Draft, KeyValue
-from eagle3lib.flash import flash_attend
+from eagle3lib.flash import Varlen, flash_attend
 
 
 def unroll(draft: Draft, batch: Batch, steps: int) -> Iterator[Tensor]:
-    """Yield the layer's output [M, H] of each step k = 0 .. steps-1. Position m at step k is to be held against target m + k,
+    """Yield what the draft hands on [M, H] at each step k = 0 .. steps-1. Position m at step k is to be held against target m + k,
     and means something only where `batch.left[m] > k`."""
-    layer, attention = draft.midlayer, draft.midlayer.self_attn
-    hidden_NH, embeds_NH = draft.fuse(batch.aux), draft.embed(batch.token)
-    x = layer.mix(embeds_NH, hidden_NH)
-    true = attention.keys_values(x, *draft.rope(batch.position))
-    x, hidden = x.index_select(0, batch.row), hidden_NH.index_select(0, batch.row)
-    places = batch.places or Grid.of(batch)
-    own: list[KeyValue] = []
-    for k in range(steps):
+    *inner, last = draft.stack
+    places, whole = batch.places or Grid.of(batch), every_row(batch) if inner else batch.places
+    hidden, embeds_NH, rope = draft.fuse(batch.aux), draft.embed(batch.token), draft.rope(batch.position)
+    true: list[KeyValue] = []
+    for layer in inner:  # keys of the layer behind it follow from the stream at every row
+        x = layer.mix(embeds_NH, hidden)
+        true.append(layer.self_attn.keys_values(x, *rope))
+        hidden = layer.finish(hidden, attend(layer.self_attn.queries(x, *rope), true[-1], [], whole).flatten(1))
+    x = last.mix(embeds_NH, hidden)
+    true.append(last.self_attn.keys_values(x, *rope))
+    x, hidden, rope = x.index_select(0, batch.row), hidden.index_select(0, batch.row), draft.rope(batch.position[batch.row])
+    hidden = draft.hand_on(last.finish(hidden, attend(last.self_attn.queries(x, *rope), true[-1], [], places).flatten(1)))
+    yield hidden
+    own: list[list[KeyValue]] = [[] for _ in true]
+    for k in range(1, steps):
+        embeds = embeds_NH.index_select(0, (batch.row + k).clamp(max=len(batch.token) - 1))
         rope = draft.rope(batch.position[batch.row] + k)
-        if k:
-            ahead = (batch.row + k).clamp(max=len(batch.token) - 1)
-            x = layer.mix(embeds_NH.index_select(0, ahead), hidden)
-            own.append(attention.keys_values(x, *rope))
-        hidden = layer.finish(hidden, attend(attention.queries(x, *rope), true, own, places).flatten(1))
+        for layer, keys, later in zip(draft.stack, true, own, strict=True):
+            x = layer.mix(embeds, hidden)
+            later.append(layer.self_attn.keys_values(x, *rope))
+            hidden = layer.finish(hidden, attend(layer.self_attn.queries(x, *rope), keys, later, places).flatten(1))
+        hidden = draft.hand_on(hidden)
         yield hidden
+
+
+def every_row(batch: Batch) -> Grid | Varlen:
+    """Places for queries at all rows."""
+    if isinstance(batch.places, Varlen):
+        return batch.places.whole(len(batch.token))
+    return Grid.of(replace(batch, row=torch.arange(len(batch.token), device=batch.row.device)))
 
 
 @dataclass
@@ -64,12 +79,12 @@ class Grid:
         return cls(query, query_slots, batch.document * key_slots + batch.position, key_slots, seen)
 
 
-def attend(q: Tensor, true: KeyValue, own: list[KeyValue], places: Grid | object) -> Tensor:
+def attend(q: Tensor, true: KeyValue, own: list[KeyValue], places: Grid | Varlen) -> Tensor:
     """Softmax attention of q [M, Q, C] over step 0's keys (`true`, [N, G, C]) and the row's `own` ones [M, G, C].
 
     The part over step 0 comes with its log-sum-exp; the own keys join by that weight, as if all had been one softmax.
     """
-    if not isinstance(places, Grid):
+    if isinstance(places, Varlen):
         return flash_attend(q, true, own, places)
     out, lse = causal(q, true, places)
     if not own:

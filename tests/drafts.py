@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny import byte_tokenizer, tiny_config
@@ -15,15 +16,19 @@ from eagle3lib.store import Sample, sample_id
 from eagle3lib.ttt import unroll
 
 VOCAB, HIDDEN, LAYERS = 40, 16, (1, 2, 3)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {}, "fc_norm": {"fc_norm": True}, "norm_output": {"norm_output": True}, "two layers": {"num_layers": 2},
+    "own embeddings": {"train_embeddings": True}, "narrow": {"hidden_size": 12}, "wide": {"hidden_size": 20, "train_embeddings": True},
+    "everything": {"fc_norm": True, "norm_output": True, "num_layers": 3, "hidden_size": 12, "train_embeddings": True, "num_heads": 2},
+}
 
 
-def small_draft(dtype: torch.dtype = torch.float32, *, vocab: int = VOCAB, drafted: int = 30, seed: int = 0) -> Draft:
-    """A random draft whose every weight matters: norms are not one, the draft vocabulary skips ids."""
+def small_draft(dtype: torch.dtype = torch.float32, *, vocab: int = VOCAB, drafted: int = 30, seed: int = 0, **options: Any) -> Draft:
+    """A random draft whose every weight matters: norms are not one, the draft vocabulary skips ids. `options`: of DraftConfig."""
     torch.manual_seed(seed)
-    cfg = DraftConfig(
-        hidden_size=HIDDEN, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=6, vocab_size=vocab,
-        draft_vocab_size=drafted, target_hidden_size=HIDDEN, aux_layers=LAYERS, max_position_embeddings=64,
-    )
+    sizes: dict[str, Any] = dict(hidden_size=HIDDEN, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=6, vocab_size=vocab,
+                                 draft_vocab_size=drafted, target_hidden_size=HIDDEN, aux_layers=LAYERS, max_position_embeddings=64)
+    cfg = DraftConfig(**{**sizes, **options})
     ids = torch.randperm(vocab)[:drafted].sort().values
     t2d = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
     draft = Draft(cfg, ids - torch.arange(drafted), t2d)

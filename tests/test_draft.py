@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drafts import HIDDEN, VOCAB, make_batch, make_sample, small_draft, unrolled
+from drafts import HIDDEN, OPTIONS, VOCAB, make_batch, make_sample, small_draft, unrolled
 from tiny import tiny_config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
@@ -35,24 +35,26 @@ def served(draft, sample, row, steps):
 
 
 @torch.no_grad()
-def test_unrolled_steps_equal_sequential_drafting_with_a_cache():
-    steps, draft = 5, small_draft()
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_unrolled_steps_equal_sequential_drafting_with_a_cache(options):
+    steps, draft = 5, small_draft(torch.float64, **options)
     samples = [make_sample(18, [(4, 16)], seed=1), make_sample(12, [(2, 6), (7, 11)], seed=2)]
-    batch = make_batch(samples, torch.randn(VOCAB, HIDDEN))
+    batch = make_batch(samples, torch.randn(VOCAB, HIDDEN).double())
     seen = 0
     for k, (alive, out) in enumerate(unrolled(draft, batch, steps)):
         for m, trained in zip(alive.tolist(), out, strict=True):
             row = batch.row[m]
             sample = samples[batch.document[row]]
             chain = served(draft, sample, int(batch.position[row]), k + 1)
-            torch.testing.assert_close(trained, chain[k], rtol=0, atol=1e-5)
+            torch.testing.assert_close(trained, chain[k], rtol=0, atol=1e-10)
             seen += 1
     assert seen == sum((11 - k) + max(0, 3 - k) * 2 for k in range(steps))
 
 
 @torch.no_grad()
-def test_a_cache_filled_in_pieces_equals_one_prefill():
-    draft, n = small_draft(torch.float64), 9
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_cache_filled_in_pieces_equals_one_prefill(layers):
+    draft, n = small_draft(torch.float64, num_layers=layers), 9
     embeds, hidden, at = torch.randn(2, n, HIDDEN).double(), torch.randn(2, n, HIDDEN).double(), torch.arange(n).expand(2, n)
     whole, kept = draft.layer(embeds, hidden, at)
     first, past = draft.layer(embeds[:, :4], hidden[:, :4], at[:, :4])
@@ -60,7 +62,7 @@ def test_a_cache_filled_in_pieces_equals_one_prefill():
     second, joined = draft.layer(embeds[:, 4:], hidden[:, 4:], at[:, 4:], past)
     torch.testing.assert_close(torch.cat((first, second), 1), whole)
     torch.testing.assert_close(joined, kept)
-    assert torch.equal(past[0], before) and past[0].shape == (2, 2, 4, 6)
+    assert torch.equal(past[0], before) and past[0].shape == (2, 2 * layers, 4, 6)
 
 
 @torch.no_grad()
@@ -109,6 +111,24 @@ def test_names_and_shapes_are_those_that_sglang_loads():
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (24, 2 * HIDDEN)
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
     assert not draft.embed_tokens.weight.requires_grad
+
+
+def test_options_add_the_tensors_that_sglang_names_and_no_others():
+    names = {name: set(small_draft(**options).exported()) - EXPORTED for name, options in OPTIONS.items()}
+    deep = {f"layers.1.{n.removeprefix('midlayer.')}" for n in EXPORTED if n.startswith("midlayer.")} - {"layers.1.input_layernorm.weight"}
+    assert names["plain"] == names["norm_output"] == set()
+    assert names["fc_norm"] == {f"fc_norm.{n}.weight" for n in range(3)}
+    assert names["own embeddings"] == names["narrow"] == names["wide"] == {"embed_tokens.weight"}
+    assert names["two layers"] == deep
+    assert small_draft(num_layers=2).exported()["layers.1.self_attn.q_proj.weight"].shape == (24, HIDDEN)
+    assert small_draft(hidden_size=12).exported()["fc.weight"].shape == (12, 3 * HIDDEN)
+
+
+@pytest.mark.parametrize(("options", "word"), [({"hidden_size": 3 * HIDDEN}, "skip `fc`"), ({"num_layers": 0}, "num_layers is 0"),
+                                               ({"head_dim": 5}, "head_dim is 5")])
+def test_sizes_that_cannot_be_served_are_refused(options, word):
+    with pytest.raises(Eagle3Error, match=word):
+        small_draft(**options)
 
 
 def test_draft_ids_become_target_ids_by_offset():

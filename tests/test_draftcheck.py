@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from drafts import small_draft
+from drafts import OPTIONS, small_draft
 from safetensors.torch import load_file, save_file
 
-from eagle3lib import draftcheck, export
+from eagle3lib import draftcheck, export, layouts
 from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.errors import Eagle3Error
 
@@ -200,20 +200,101 @@ def test_norms_on_the_captured_layers_belong_to_eagle_3_1(folder):
     assert draftcheck.check_draft(folder) == []
 
 
+# Options and layouts -------------------------------------------------------------------------------------------------
+
+EVERYTHING = small_draft(**OPTIONS["everything"])
+
+
+@pytest.fixture(params=["sglang", "vllm"])
+def full(request, tmp_path):
+    """A draft with every option: three layers, narrower than its target, norms before fc, normed output."""
+    return export.export(EVERYTHING, tmp_path / "full", dtype="float32", layout=request.param)
+
+
+def test_a_draft_with_every_option_has_no_problem(full):
+    assert draftcheck.check_draft(full) == []
+
+
+@pytest.mark.parametrize("place", range(len(EVERYTHING.exported()) - 2))
+@pytest.mark.parametrize("change", ["gone", "renamed", "misshapen", "constant"])
+def test_every_tensor_of_every_option_is_watched(full, place, change):
+    names = sorted(n for n in load_file(full / "model.safetensors") if n not in ("d2t", "t2d"))
+    name = names[place]
+    ours = [n for n in EVERYTHING.exported() if layouts.file_name(n, layouts.of(draftcheck.read_config(full))) == name][0]
+    change_tensors(full, {"gone": lambda t: t.pop(name), "renamed": lambda t: t.update({f"draft.{name}": t.pop(name)}),
+                          "misshapen": lambda t: t.update({name: t[name][:-1]}), "constant": lambda t: t[name].zero_()}[change])
+    assert any(p.fatal and p.where == ours for p in draftcheck.check_draft(full))
+
+
+@pytest.mark.parametrize("field", sorted({*export.engine_config(EVERYTHING.cfg, "float32"), "norm_before_residual"}))
+def test_every_field_that_an_export_writes_is_missed(full, field):
+    if field in ("norm_before_residual",):
+        change_config(full, lambda c: c.update({field: True}))
+        assert (field in named(full)) == (layouts.of(draftcheck.read_config(full)) is layouts.VLLM)
+        return
+    change_config(full, lambda c: c.pop(field))
+    assert field in named(full)
+
+
+@pytest.mark.parametrize("field", ["use_aux_hidden_state", "residual_streams", "meaning", "norm_output"])
+def test_every_field_inside_eagle_config_is_missed(full, field):
+    change_config(full, lambda c: c["eagle_config"].pop(field))
+    assert field in named(full)
+
+
+@pytest.mark.parametrize(("change", "where"), [
+    (lambda c: c.update(norm_output=False), "norm_output"), (lambda c: c.update(fc_norm=False), "fc_norm.0.weight"),
+    (lambda c: c.update(num_hidden_layers=1), "num_hidden_layers"), (lambda c: c.update(num_hidden_layers=4), "num_hidden_layers"),
+    (lambda c: c.update(target_hidden_size=12), "fc.weight"), (lambda c: c.update(hidden_size=48), "hidden_size")])
+def test_options_that_the_file_does_not_have_are_named(full, change, where):
+    change_config(full, change)
+    assert any(p.fatal and p.where == where for p in draftcheck.check_draft(full))
+
+
+def test_embeddings_that_sglang_would_not_take_are_warned_of(folder):
+    change_tensors(folder, lambda t: t.update({"embed_tokens.weight": torch.randn(40, 16)}))
+    assert [(p.where, p.fatal) for p in draftcheck.check_draft(folder)] == [("embed_tokens.weight", False)]
+
+
+def test_the_speculators_layout_is_one_clear_error(folder):
+    change_config(folder, lambda c: c.update(speculators_model_type="eagle3"))
+    with pytest.raises(Eagle3Error, match="layout of the speculators package"):
+        draftcheck.check_draft(folder)
+
+
+@pytest.mark.parametrize(("ids", "fatal"), [([1, 3, 4], True), ([2, 4, 8], True), ([2, 3, 5], False), ([2, 4, 5], None)])
+def test_captured_layers_of_a_vllm_folder_are_held_against_the_target(tiny, tmp_path, ids, fatal):
+    draft = fitting_draft(tiny)
+    folder = export.export(draft, tmp_path / "draft", dtype="float32", layout="vllm")
+    change_config(folder, lambda c: (c.update({layouts.AUX_IDS: ids}), c["eagle_config"].update(residual_streams=ids)))
+    assert [p.fatal for p in draftcheck.check_draft(folder, tiny)] == ([] if fatal is None else [fatal])
+
+
 # With a target -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture()
-def fitting(tmp_path, tiny):
+def fitting_draft(tiny, **sizes):
     """A draft of the tiny target: 8 layers, streams 2, 4, 5."""
     from eagle3lib import targets
 
-    config = DraftConfig.from_target(targets.text_config(tiny), 50, targets.capture_layers(8))
+    config = DraftConfig.from_target(targets.text_config(tiny), 50, targets.capture_layers(8), **sizes)
     torch.manual_seed(0)
     draft = Draft(config, torch.arange(50), torch.arange(320).lt(100) & torch.arange(320).remainder(2).eq(0))
     for parameter in draft.parameters():
         parameter.data = torch.randn_like(parameter)
-    return export.export(draft, tmp_path / "fitting", dtype="float32")
+    return draft
+
+
+@pytest.fixture()
+def fitting(tmp_path, tiny):
+    return export.export(fitting_draft(tiny), tmp_path / "fitting", dtype="float32")
+
+
+def test_a_draft_of_another_width_fits_by_its_own_embeddings(tiny, tmp_path):
+    folder = export.export(fitting_draft(tiny, hidden_size=48, train_embeddings=True), tmp_path / "draft", dtype="float32")
+    assert draftcheck.check_draft(folder, tiny) == []
+    change_tensors(folder, lambda t: t.pop("embed_tokens.weight"))
+    assert {"embed_tokens.weight", "hidden_size"} <= {p.where for p in draftcheck.check_draft(folder, tiny) if p.fatal}
 
 
 def test_a_fitting_draft_has_no_problem(fitting, tiny):

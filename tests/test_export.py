@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafts import HIDDEN, VOCAB, small_draft
+from drafts import HIDDEN, OPTIONS, VOCAB, small_draft
 from safetensors.torch import load_file, save_file
 
-from eagle3lib import export
+from eagle3lib import draftcheck, export
 from eagle3lib.draft import Draft
 from eagle3lib.draftfile import DraftFile
 from eagle3lib.errors import Eagle3Error
@@ -61,6 +61,47 @@ def test_an_independent_reader_computes_the_trainers_logits(tmp_path, dtype):
     assert found.scale > 1  # logits of a size that makes 1e-5 mean something
     assert found.unread == []
     assert (found.rounding == 0) == (dtype == "float32")
+
+
+SERVED = {"sglang": [n for n in OPTIONS if n != "own embeddings"], "vllm": list(OPTIONS)}
+CASES = [(layout, name) for layout, names in SERVED.items() for name in names]
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES, ids=[f"{layout}-{name}" for layout, name in CASES])
+def test_both_layouts_hold_every_option_of_a_draft(tmp_path, layout, name):
+    draft = small_draft(**OPTIONS[name])
+    folder = export.export(draft, tmp_path / "draft", dtype="float32", layout=layout)
+    assert [str(p) for p in draftcheck.check_draft(folder)] == []
+    found = export.round_trip(draft, folder, *rows(draft), STEPS)
+    assert found.difference < 1e-5 < 1 < found.scale and found.unread == []
+    other = small_draft(**{**OPTIONS[name], "norm_output": not OPTIONS[name].get("norm_output", False)})
+    other.load_state_dict(draft.state_dict())
+    assert export.round_trip(other, folder, *rows(draft), STEPS).difference > 1e-3  # the reader obeys the field
+
+
+def test_vllm_names_layers_and_streams_its_own_way(tmp_path):
+    folder = export.export(small_draft(num_layers=2), tmp_path / "draft", layout="vllm")
+    config, names = json.loads((folder / "config.json").read_text()), set(load_file(folder / "model.safetensors"))
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3] and config["norm_before_residual"] is False
+    assert "eagle_aux_hidden_state_layer_ids" not in config["eagle_config"]  # SGLang would add one
+    assert {"layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight", "layers.1.input_layernorm.weight"} <= names
+    assert not {n for n in names if n.startswith("midlayer.") or n == "layers.1.hidden_norm.weight"}
+    sglang = set(load_file(export.export(small_draft(num_layers=2), tmp_path / "other") / "model.safetensors"))
+    assert "layers.1.hidden_norm.weight" in sglang and "layers.1.input_layernorm.weight" not in sglang
+
+
+@pytest.mark.parametrize(("options", "layout", "word"), [
+    ({"train_embeddings": True}, "sglang", "SGLang 0.5.14 puts the target's embeddings in their place"),
+    ({"aux_layers": (1, 3)}, "vllm", "built for 3"), ({}, "trtllm", "one of sglang, vllm")])
+def test_what_an_engine_cannot_serve_is_not_written(tmp_path, options, layout, word):
+    with pytest.raises(Eagle3Error, match=word):
+        export.export(small_draft(**options), tmp_path / "draft", layout=layout)
+    assert not (tmp_path / "draft").exists()
+
+
+def test_images_lie_beside_the_card_that_shows_them(tmp_path):
+    folder = export.export(small_draft(), tmp_path / "draft", card="# a card\n", images={"curves.png": b"png"})
+    assert (folder / "curves.png").read_bytes() == b"png" and "![curves](curves.png)" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("scaling", [
@@ -131,6 +172,12 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 def test_an_unknown_dtype_lists_the_known_ones(tmp_path):
     with pytest.raises(Eagle3Error, match="fp8.*float32, bfloat16, float16"):
         export.export(small_draft(), tmp_path / "draft", dtype="fp8")
+
+
+def test_the_card_of_the_other_engine_and_a_nested_fingerprint():
+    card = export.model_card(small_draft(num_layers=2), "t", {}, {"target": {"weights": "ab12"}}, 3, layout="vllm")
+    for text in ("vllm serve", '"num_speculative_tokens": 3', "- target.weights: `ab12`", "2 decoder layers"):
+        assert text in card
 
 
 def test_the_card_says_how_to_serve_and_what_was_measured():

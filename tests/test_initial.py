@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from drafts import HIDDEN, LAYERS, make_sample
 from safetensors.torch import load_file
@@ -9,7 +10,8 @@ from tiny import tiny_config
 
 from eagle3lib import targets
 from eagle3lib.draft import DraftConfig
-from eagle3lib.initial import feature_scale, new_draft
+from eagle3lib.errors import Eagle3Error
+from eagle3lib.initial import feature_scale, new_draft, principal_axes
 
 
 class Listed(list):
@@ -52,3 +54,32 @@ def test_head_norm_and_embedding_are_the_targets_own(tiny):
     g = draft.fuse(torch.randn(200, 3 * 64) * 40)
     assert 0.5 < g.std() < 2
     assert HIDDEN != 64
+
+
+def random_states(count=2):
+    return Listed(type(s)(s.id, s.input_ids, s.loss_mask, torch.randn(9, 4, 64) * 40) for s in (make_sample(9, [(3, 8)]) for _ in range(count)))
+
+
+@pytest.mark.parametrize("width", [48, 80])
+def test_another_width_starts_with_the_targets_logits_as_well_as_its_width_allows(tiny, width):
+    """Fed the stream that the target's head reads, a fresh draft's head says nearly what the target's says."""
+    cfg = DraftConfig.from_target(tiny_config(), 320, [2, 4, 5], hidden_size=width, train_embeddings=True)
+    draft = new_draft(cfg, torch.zeros(320, dtype=torch.int64), torch.ones(320, dtype=torch.bool), tiny, random_states(), [0, 1], 0)
+    head, embed = targets.head_weights(tiny)
+    norm = targets.find_tensor(tiny, ("model.norm.weight",))
+    stream = torch.randn(500, 64)
+    axes = principal_axes(head * norm, width)
+    said, meant = draft.logits(stream @ axes), stream / stream.pow(2).mean(-1, keepdim=True).sqrt() * norm @ head.T
+    similar = torch.nn.functional.cosine_similarity(said, meant).mean()
+    assert similar > (0.999 if width > 64 else 0.85), similar
+    assert draft.embed_tokens.weight.shape == (320, width) and draft.embed_tokens.weight.requires_grad
+    torch.testing.assert_close(draft.embed_tokens.weight.norm(), embed.norm(), rtol=0.15, atol=0)
+
+
+def test_norms_before_fc_need_no_scale(tiny):
+    cfg = DraftConfig.from_target(tiny_config(), 320, [2, 4, 5], fc_norm=True)
+    draft = new_draft(cfg, torch.zeros(320, dtype=torch.int64), torch.ones(320, dtype=torch.bool), tiny, random_states(), [0, 1], 0)
+    assert (draft.feature_scale == 1).all()
+    assert 0.5 < draft.fuse(torch.randn(200, 3 * 64) * 40).std() < 2
+    with pytest.raises(Eagle3Error, match="fc_norm brings"):
+        draft.scale_features(torch.ones(3 * 64))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
-from drafts import HIDDEN, LAYERS, VOCAB, make_batch, make_sample, small_draft, unrolled
+from drafts import HIDDEN, LAYERS, OPTIONS, VOCAB, make_batch, make_sample, small_draft, unrolled
 
 from eagle3lib import acceptance
 from eagle3lib.batches import document, pack, steps_left
@@ -31,6 +32,7 @@ def reference(w, cfg, samples, head, ids, steps, decay):
     """EAGLE-3's loss one row at a time, straight from its definition. `ids` are the draft vocabulary's target ids."""
     norm = lambda x, g: g * x / (x.pow(2).mean() + cfg.rms_norm_eps).sqrt()  # noqa: E731
     lw = lambda name: w[f"midlayer.{name}.weight"]  # noqa: E731
+    normed = lambda aux: torch.cat([norm(a, w[f"fc_norm.{n}.weight"]) if cfg.fc_norm else a for n, a in enumerate(aux)])  # noqa: E731
     c, group = cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
 
     def turn(x, position):  # x [heads, C]: pair (j, j + C/2) rotates by position * theta^(-2j/C)
@@ -41,7 +43,7 @@ def reference(w, cfg, samples, head, ids, steps, decay):
     sums, counts = [0.0] * steps, [0] * steps
     for s in samples:
         x, m, n = s.input_ids, s.loss_mask, len(s.input_ids)
-        g = [w["fc.weight"] @ s.hidden[i, :-1].flatten().double() for i in range(n)]
+        g = [w["fc.weight"] @ normed(s.hidden[i, :-1].double()) for i in range(n)]
         mixed = lambda h, t: torch.cat((norm(w["embed_tokens.weight"][t], lw("input_layernorm")), norm(h, lw("hidden_norm"))))  # noqa: E731
         kv = lambda z, p: (turn((lw("self_attn.k_proj") @ z).view(-1, c), p), (lw("self_attn.v_proj") @ z).view(-1, c))  # noqa: E731
         true = [kv(mixed(g[i], x[i + 1]), i) for i in range(n - 1)]
@@ -59,30 +61,35 @@ def reference(w, cfg, samples, head, ids, steps, decay):
                 mid = h + lw("self_attn.o_proj") @ torch.cat(heads)
                 y = norm(mid, lw("post_attention_layernorm"))
                 h = mid + lw("mlp.down_proj") @ (F.silu(lw("mlp.gate_proj") @ y) * (lw("mlp.up_proj") @ y))
+                final = norm(h, w["norm.weight"])
+                h = final if cfg.norm_output else h
                 p = head @ s.hidden[i + 1 + k, -1].double()
                 if p.argmax() in ids:
                     counts[k] += 1
-                    sums[k] = sums[k] - p[ids].softmax(0) @ (w["lm_head.weight"] @ norm(h, w["norm.weight"])).log_softmax(0)
+                    sums[k] = sums[k] - p[ids].softmax(0) @ (w["lm_head.weight"] @ final).log_softmax(0)
     return sum(decay**k * sums[k] / max(counts[k], 1) for k in range(steps))
 
 
-def test_golden_loss_and_every_gradient():
-    draft, head = small_draft(torch.float64), target_head()
-    weights = {n: p.detach().clone().requires_grad_(n != "embed_tokens.weight") for n, p in draft.named_parameters()}
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True, "train_embeddings": True, "hidden_size": 12}],
+                         ids=["eagle 3", "eagle 3.1, narrow"])
+def test_golden_loss_and_every_gradient(options):
+    draft, head = small_draft(torch.float64, **options), target_head()
+    weights = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in draft.named_parameters()}
     expected = reference(weights, draft.cfg, MIXED, head, draft.target_ids, steps=4, decay=0.8)
     expected.backward()
     outcome = objective(draft, make_batch(MIXED, head), head[draft.target_ids], steps=4, decay=0.8)
     outcome.loss.backward()
     torch.testing.assert_close(outcome.loss, expected, rtol=0, atol=1e-8)
     for name, parameter in draft.named_parameters():
-        if name != "embed_tokens.weight":
+        if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=0, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_gradients_reach_every_draft_parameter_and_no_target_parameter():
-    draft, head = small_draft(), target_head(torch.float32).requires_grad_()
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_reach_every_draft_parameter_and_no_target_parameter(options):
+    draft, head = small_draft(**options), target_head(torch.float32).requires_grad_()
     objective(draft, make_batch(MIXED, head), head[draft.target_ids], 3, 0.8).loss.backward()
-    assert head.grad is None and draft.embed_tokens.weight.grad is None
+    assert head.grad is None and (draft.embed_tokens.weight.grad is None) == (not options.get("train_embeddings"))
     silent = [n for n, p in draft.named_parameters() if p.requires_grad and (p.grad is None or (p.grad == 0).all())]
     assert not silent
 
@@ -146,8 +153,8 @@ def test_the_target_is_the_distribution_at_the_token_before_the_label():
 # What must not matter --------------------------------------------------------------------------------------------------
 
 
-def gradients(samples, steps=4, dtype=torch.float32):
-    draft, head = small_draft(dtype), target_head(dtype)
+def gradients(samples, steps=4, dtype=torch.float32, **options):
+    draft, head = small_draft(dtype, **options), target_head(dtype)
     outcome = objective(draft, make_batch(samples, head), head[draft.target_ids], steps, 0.8)
     outcome.loss.backward()
     return [outcome.loss.detach(), *(p.grad for p in draft.parameters() if p.requires_grad)]
@@ -161,17 +168,19 @@ def padded(sample, by, seed=77):
     return Sample(sample_id(ids, mask), ids, mask, torch.cat((sample.hidden, junk.hidden)))
 
 
-def test_padding_changes_no_bit():
-    plain = gradients(MIXED)
-    behind = gradients([padded(s, 5 + n) for n, s in enumerate(MIXED)])
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True, "num_layers": 2}], ids=["plain", "options"])
+def test_padding_changes_no_bit(options):
+    plain = gradients(MIXED, **options)
+    behind = gradients([padded(s, 5 + n) for n, s in enumerate(MIXED)], **options)
     unsupervised = make_sample(30, [], seed=4)
-    between = gradients([unsupervised, MIXED[0], unsupervised, *MIXED[1:], make_sample(8, [(7, 8)], seed=6)])
+    between = gradients([unsupervised, MIXED[0], unsupervised, *MIXED[1:], make_sample(8, [(7, 8)], seed=6)], **options)
     for other in (behind, between):
         assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
 
 
-def test_packed_and_single_documents_give_the_same_rows():
-    draft, head = small_draft(torch.float64), target_head()
+@pytest.mark.parametrize("layers", [1, 2])
+def test_packed_and_single_documents_give_the_same_rows(layers):
+    draft, head = small_draft(torch.float64, num_layers=layers), target_head()
     together = list(unrolled(draft, make_batch(MIXED, head), 4))
     alone = [list(unrolled(draft, make_batch([s], head), 4)) for s in MIXED]
     for k, (_, out) in enumerate(together):
@@ -179,9 +188,23 @@ def test_packed_and_single_documents_give_the_same_rows():
         torch.testing.assert_close(out, single, rtol=0, atol=1e-12)
 
 
-def test_the_mask_by_perturbation():
+def test_packed_and_single_documents_give_the_same_loss_per_row():
+    """A packed batch's loss is the mean over its rows: that of the documents alone, each weighed by its rows."""
+    draft, head = small_draft(torch.float64), target_head()
+    sums, rows = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for sample in MIXED:
+        batch = make_batch([sample], head)
+        losses = objective(draft, batch, head[draft.target_ids], 4, 0.8).losses
+        trained = torch.tensor([sum(bool(draft.t2d[batch.greedy[m + k]]) for m in range(len(batch)) if batch.left[m] > k) for k in range(4)])
+        sums, rows = sums + losses.nan_to_num() * trained, rows + trained
+    together = objective(draft, make_batch(MIXED, head), head[draft.target_ids], 4, 0.8).losses
+    torch.testing.assert_close(together, sums / rows, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_mask_by_perturbation(layers):
     """What a row may see: states and tokens up to its own, at later steps the true tokens of its own future inputs."""
-    draft, head, sample = small_draft(torch.float64), target_head(), make_sample(14, [(4, 13)], seed=8)
+    draft, head, sample = small_draft(torch.float64, num_layers=layers), target_head(), make_sample(14, [(4, 13)], seed=8)
 
     def outputs(changed):
         other = make_sample(14, [(4, 13)], seed=8)
