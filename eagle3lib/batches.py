@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from eagle3lib import products
+from eagle3lib.flash import Varlen
 from eagle3lib.store import Sample
 
 
@@ -34,7 +36,7 @@ class Batch:
     left: Tensor  # int64 [M] steps at which it is supervised, counted from step 0: 1, 2, ...
     last: Tensor  # [M, H] target's last hidden state at the row's input token: its distribution is the row's target
     greedy: Tensor  # int64 [M] the target's own greedy choice there, over the whole vocabulary
-    places: Any = None  # a flash.Varlen where the GPU's attention kernel is to be used, else ttt lays the rows out itself
+    places: Varlen | None = None  # where the GPU's attention kernel is to be used; else ttt lays the rows out itself
 
     def __len__(self) -> int:
         return len(self.row)
@@ -82,7 +84,7 @@ def steps_left(loss_mask: Tensor) -> Tensor:
 
 def greedy_tokens(last: Tensor, head: Tensor, chunk: int = 256) -> Tensor:
     """Last hidden states [M, H], the target's lm_head [V, H] -> the target's greedy token of each, int64 [M]."""
-    parts = [(rows.to(head.dtype) @ head.t()).argmax(-1) for rows in last.split(chunk)]
+    parts = [products.wide(rows.to(head.dtype), head).argmax(-1) for rows in last.split(chunk)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=last.device)
 
 
@@ -96,7 +98,10 @@ class Reader:
 
     def batch(self, samples: list[int]) -> Batch:
         """Pack these samples of the store. Those without a supervised row take no room; the batch may be empty."""
-        return pack([self._document(i) for i in samples])
+        batch = pack([self._document(i) for i in samples])
+        if self.head.is_cuda and len(batch):
+            batch.places = Varlen.of(batch)
+        return batch
 
     def _document(self, i: int) -> Batch:
         sample = self.store.read(i)

@@ -32,6 +32,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.flash import Rotate
 
 KeyValue = tuple[Tensor, Tensor]  # keys and values, each [B, G, S, C], keys already rotated
 
@@ -133,8 +134,6 @@ class DraftConfig:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Llama's rotary embedding of x [..., heads, C] by cos, sin [..., C]: halves are paired, not neighbours."""
     if x.is_cuda and x.dtype == torch.bfloat16 and x.dim() == 3:
-        from eagle3lib.flash import Rotate
-
         out: Tensor = Rotate.apply(x, cos.float(), sin.float())
         return out
     half = x.shape[-1] // 2

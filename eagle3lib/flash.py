@@ -12,12 +12,13 @@ gradients for queries, true keys and true values are exact (the rule that ring a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from eagle3lib.batches import Batch
+if TYPE_CHECKING:
+    from eagle3lib.batches import Batch
 
 KeyValue = tuple[Tensor, Tensor]
 
