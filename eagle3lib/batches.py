@@ -11,8 +11,8 @@ about later steps has to be stored. Rows after a document's last supervised row 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,8 +49,7 @@ class Batch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with every tensor changed, for example moved."""
-        places = self.places and replace(self.places, **{n: change(t) for n, t in vars(self.places).items() if isinstance(t, Tensor)})
-        return Batch(ids=self.ids, places=places, **{name: change(getattr(self, name)) for name in TENSORS})
+        return Batch(self.ids, **_each(lambda name: change(getattr(self, name))), places=self.places and self.places.map(change))
 
     def to(self, device: torch.device | str) -> Batch:
         """Moved without waiting: the source must stay as it is until the device has caught up."""
@@ -66,6 +65,10 @@ class Batch:
 
 
 TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("ids", "places"))
+
+
+def _each(make: Callable[[str], Tensor]) -> dict[str, Any]:
+    return {name: make(name) for name in TENSORS}
 
 
 class Samples(Protocol):
@@ -136,7 +139,7 @@ def pack(documents: list[Batch]) -> Batch:
     """Lay single-document batches behind each other, dropping the empty ones."""
     kept = [d for d in documents if len(d)] or documents[:1]
     starts = np.cumsum([0] + [len(d.token) for d in kept])
-    cat = {name: torch.cat([getattr(d, name) for d in kept]) for name in TENSORS}
+    cat = _each(lambda name: torch.cat([getattr(d, name) for d in kept]))
     cat["document"] = torch.repeat_interleave(torch.arange(len(kept)), torch.tensor(np.diff(starts)))
     cat["row"] = torch.cat([d.row + int(start) for d, start in zip(kept, starts, strict=False)])
     return Batch(ids=[d.ids[0] for d in kept], **cat)
@@ -160,7 +163,7 @@ def pad(batch: Batch, rows: int, positions: int, queries: int, documents: int) -
         document=torch.full((more_rows,), len(batch.ids)), row=row,
         left=batch.left.new_zeros(more), last=batch.last.new_zeros(more, batch.last.shape[1]), greedy=batch.greedy.new_zeros(more),
     )
-    return Batch(ids=batch.ids + filler.ids, **{name: torch.cat((getattr(batch, name), getattr(filler, name))) for name in TENSORS})
+    return Batch(batch.ids + filler.ids, **_each(lambda name: torch.cat((getattr(batch, name), getattr(filler, name)))))
 
 
 def plan(lengths: np.ndarray, samples: np.ndarray, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:

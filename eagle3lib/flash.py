@@ -11,6 +11,7 @@ gradients for queries, true keys and true values are exact (the rule that ring a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ class Varlen:
         slot = starts[batch.document[batch.row]] + torch.from_numpy(offset)
         ends = torch.cat((rows.new_zeros(1), rows.cumsum(0)))
         return cls(slot, starts.int(), ends.int(), int(starts[-1]), longest or int(rows.max()))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Varlen:
+        return Varlen(change(self.slot), change(self.query_ends), change(self.key_ends), self.slots, self.longest)
 
     def whole(self, rows: int) -> Varlen:
         """The same documents with queries at all of the batch's rows."""

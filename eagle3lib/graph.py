@@ -77,7 +77,7 @@ class GraphStep:
         self.lr.fill_(lr)
         torch.cuda.current_stream().wait_event(uploaded.arrived)
         batch = uploaded.batch.map(_used_here)
-        key = (*(len(getattr(batch, name)) for name in ("token", "row", "ids")), batch.places.slots, batch.places.longest)
+        key = sizes(batch)
         found = self.captured.get(key)
         if found is None:  # the first of its size runs as it is: kernels are chosen and compiled, moments made
             self.captured[key] = Captured(batch)
@@ -106,6 +106,12 @@ class GraphStep:
         return replace(outcome, loss=outcome.loss.detach()), norm
 
 
+def sizes(batch: Batch) -> tuple[int, ...]:
+    """All that a captured graph has baked in."""
+    assert batch.places
+    return len(batch.token), len(batch), len(batch.ids), batch.places.slots, batch.places.longest
+
+
 def _used_here(t: Tensor) -> Tensor:
     t.record_stream(torch.cuda.current_stream())  # so that its memory is not given to the next upload too early
     return t
@@ -115,9 +121,9 @@ def copy(source: Batch, to: Batch) -> None:
     """Overwrite a batch on the device with one of the same sizes."""
     for name in TENSORS:
         getattr(to, name).copy_(getattr(source, name), non_blocking=True)
-    for name, tensor in vars(to.places).items():
-        if isinstance(tensor, Tensor):
-            tensor.copy_(getattr(source.places, name), non_blocking=True)
+    assert source.places and to.places
+    for name in ("slot", "query_ends", "key_ends"):
+        getattr(to.places, name).copy_(getattr(source.places, name), non_blocking=True)
 
 
 def _up(count: int, unit: int) -> int:

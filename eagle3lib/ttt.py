@@ -27,7 +27,8 @@ def unroll(draft: Draft, batch: Batch, steps: int) -> Iterator[Tensor]:
     """Yield what the draft hands on [M, H] at each step k = 0 .. steps-1. Position m at step k is to be held against target m + k,
     and means something only where `batch.left[m] > k`."""
     *inner, last = draft.stack
-    places, whole = batch.places or Grid.of(batch), every_row(batch) if inner else batch.places
+    places: Grid | Varlen = batch.places or Grid.of(batch)
+    whole = every_row(batch) if inner else places
     hidden, embeds_NH, rope = draft.fuse(batch.aux), draft.embed(batch.token), draft.rope(batch.position)
     true: list[KeyValue] = []
     for layer in inner:  # keys of the layer behind it follow from the stream at every row
