@@ -10,10 +10,11 @@ starting again goes on where it was.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,14 +30,16 @@ from eagle3lib import plan as planning
 from eagle3lib.arrivals import Norms
 from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error, ParamError
-from eagle3lib.manifest import make_manifest
+from eagle3lib.inbox import Inbox
+from eagle3lib.manifest import as_captured, make_manifest
 from eagle3lib.plan import Forecast
-from eagle3lib.store import Sample, Store, Writer
+from eagle3lib.store import Store, Writer
 from eagle3lib.work import Task, Work
 
 ATTEMPTS = 3  # times a row is asked for before it goes into quarantine
 REQUESTS = 4  # HTTP requests under way for each engine; together they hold tokens_in_flight
 LOOK_S = 0.5  # between two looks at the engines
+GROUP_BYTES = 2**25  # of hidden states that a thread checks at once: larger ones leave the processor's cache
 TOP_LOGPROBS = 5
 WARM_UP_S, WARM_UP_TOKENS = 1.0, 65536
 
@@ -112,7 +115,7 @@ class _Run:
         lengths = _lengths(rows)[todo]
         self.work = Work(todo, lengths, max(1, tokens_in_flight // REQUESTS), REQUESTS * len(engines))
         self.tokens, self.most_bad = int(lengths.sum()), int(quarantine_share * len(rows))
-        self.bytes_per_token = writer.layout.row_bytes
+        self.bytes_per_token, self.capture_bytes = writer.layout.row_bytes, as_captured(writer.manifest).hidden_bytes
         self.guard = threading.Lock()
         quarantine.clear(writer.path)
         print(f"extract: {len(todo):,} rows to do, {len(writer):,} are in the store already")
@@ -174,10 +177,11 @@ class _Run:
     def _take_batches(self, engine: Any) -> Eagle3Error | None:
         """Batch after batch; returns why the engine is dead, or None when all is done. Any other trouble stops the run."""
         torch.set_num_threads(1)  # of this thread: the batches are the parallelism
+        inbox = Inbox(self.writer.manifest, self.norms)
         try:
             while batch := self.work.take():
                 try:
-                    self._do(engine, batch)
+                    self._do(engine, batch, inbox)
                 except _Dead as death:
                     self.work.give_back(batch)
                     return death.why
@@ -186,48 +190,56 @@ class _Run:
             self._stop()
             raise
 
-    def _do(self, engine: Any, batch: list[Task]) -> None:
+    def _do(self, engine: Any, batch: list[Task], inbox: Inbox) -> None:
         """Ask for a batch, store what checks out, hand the rest back to the work or into quarantine."""
         rows = self._read([task.row for task in batch])
         rids = [engine.rid(f"{row['sample_id']}-{len(task.reasons)}") for task, row in zip(batch, rows, strict=True)]
         dump_dir, failed = engine.dump_dir, []
         try:
-            replies = self._alive(engine, lambda: engine.client.prefill([row["input_ids"] for row in rows], rids))
-            for n, (task, row) in enumerate(zip(batch, rows, strict=True)):
-                why = replies if isinstance(replies, str) else self._alive(engine, lambda n=n, row=row: self._checked(engine, replies[n], row))
-                if isinstance(why, str):
-                    task.reasons.append(why)
-                    failed.append((task, row))
-                elif row["sample_id"] not in self.writer:  # a batch that came back after a death may be half done
-                    self._store(row, why)
+            replies = self._ask(engine, [row["input_ids"] for row in rows], rids)
+            for group in self._groups(batch):
+                bad = dict.fromkeys(range(len(group)), replies) if isinstance(replies, str) else \
+                    inbox.receive(engine, [replies[n] for n in group], [rows[n] for n in group], self._store)
+                failed += [(batch[group[n]], rows[group[n]], why) for n, why in bad.items()]
+            if failed:
+                self._require_alive(engine)
         finally:
             if Path(dump_dir).is_dir():
                 capture.delete_dumps(dump_dir, rids)
-        self.work.done([task for task, row in failed if not self._given_up(task, row)])
+        again = []
+        for task, row, why in failed:
+            task.reasons.append(why)
+            if not self._given_up(task, row):
+                again.append(task)
+        self.work.done(again)
 
-    def _alive(self, engine: Any, ask: Any) -> Any:
-        """What `ask` returns, or why it failed as text. _Dead when the engine is the reason."""
+    def _groups(self, batch: list[Task]) -> Iterator[list[int]]:
+        """Numbers of the batch's rows in groups of at most GROUP_BYTES, at least one row each: what a thread holds at once."""
+        ends = np.cumsum([task.tokens for task in batch]) * self.capture_bytes // GROUP_BYTES
+        for _, group in itertools.groupby(range(len(batch)), key=lambda n: int(ends[n])):
+            yield list(group)
+
+    def _ask(self, engine: Any, prompts: list[list[int]], rids: list[str]) -> Any:
+        """The replies, or as text why there are none."""
         try:
-            return ask()
+            return engine.client.prefill(prompts, rids)
         except Eagle3Error as error:
-            try:
-                engine.require_alive()
-            except Eagle3Error as death:
-                raise _Dead(death) from None
+            self._require_alive(engine)
             return str(error)
 
-    def _checked(self, engine: Any, reply: Any, row: dict[str, Any]) -> torch.Tensor:
-        if reply.finish_reason == "refused":
-            raise Eagle3Error(f"the engine refused it ({reply.error}).")
-        hidden, norms = capture.load_dump(engine.dump_dir, reply.rid, row["input_ids"], engine.handshake, look=engine.require_alive)
-        self.norms.require_usual(norms.numpy())
-        return hidden
+    def _require_alive(self, engine: Any) -> None:
+        try:
+            engine.require_alive()
+        except Eagle3Error as death:
+            raise _Dead(death) from None
 
-    def _store(self, row: dict[str, Any], hidden: torch.Tensor) -> None:
-        self.writer.append(Sample(row["sample_id"], torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool), hidden))
+    def _store(self, row: dict[str, Any], parts: dict[str, Any]) -> None:
+        if row["sample_id"] in self.writer:  # its batch came back after the engine had died in the middle of it
+            return
+        self.writer.append_parts(row["sample_id"], len(row["input_ids"]), parts)
         with self.guard:
             self.result.samples += 1
-            self.result.tokens += len(hidden)
+            self.result.tokens += len(row["input_ids"])
 
     def _given_up(self, task: Task, row: dict[str, Any]) -> bool:
         """True when the row has failed too often: it is then in quarantine. Too many of them stop the stage."""

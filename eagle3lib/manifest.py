@@ -28,6 +28,10 @@ def layout(manifest: dict[str, Any]) -> Layout:
     return Layout(manifest["streams"], manifest["hidden_size"], manifest["store_dtype"])
 
 
+def as_captured(manifest: dict[str, Any]) -> Layout:
+    return layout(manifest | {"store_dtype": manifest["dtype"]})
+
+
 def bytes_per_token(manifest: dict[str, Any]) -> int:
     """Stored bytes a token: A+1 hidden vectors (and scales), one int32 id, one mask byte."""
     return layout(manifest).row_bytes

@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle3lib import shards
 from eagle3lib.errors import Eagle3Error, ParamError
-from eagle3lib.manifest import layout, make_manifest
+from eagle3lib.manifest import as_captured, layout, make_manifest
 from eagle3lib.shards import FP8
 
 MARGIN = 1.1  # room demanded beyond the forecast
@@ -102,7 +102,7 @@ def forecast(manifest: dict[str, Any], *, samples: int, tokens: int, shard_mb: i
              shm: Path) -> Forecast:
     """From counts alone. manifest: sizes and dtypes (see manifest.make_manifest). store, shm: folders, which need not exist yet."""
     stored = layout(manifest)
-    captured = layout(manifest | {"store_dtype": manifest["dtype"]})
+    captured = as_captured(manifest)
     each = shard_mb * 2**20 + tokens * stored.row_bytes // max(1, 2 * samples)  # a shard is full with the sample that reaches its size
     files = max(1, -(-tokens * stored.row_bytes // each))
     whole = tokens * stored.row_bytes + samples * shards.RECORD.itemsize + files * shards.HEADER_BYTES + OTHER_FILES

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,10 +192,11 @@ def _crc_table() -> np.ndarray:
 _CRC_TABLE = _crc_table()
 
 
+_RECORD = struct.Struct("<16sIIIQQ")  # a RECORD without its crc
+
+
 def make_record(name: str, shard: int, row: int, rows: int, hidden_xxh: int, tokens_xxh: int) -> bytes:
-    record = np.zeros(1, RECORD)
-    record[0] = (bytes.fromhex(name), shard, row, rows, hidden_xxh, tokens_xxh, 0)
-    data = record.tobytes()[:-4]
+    data = _RECORD.pack(bytes.fromhex(name), shard, row, rows, hidden_xxh, tokens_xxh)
     return data + zlib.crc32(data).to_bytes(4, "little")
 
 

@@ -90,20 +90,22 @@ class Writer:
     def append(self, sample: Sample) -> None:
         """Take one sample; it is durable once its shard is full or flush() returns. The same id twice is an error."""
         _require_fits(sample, self.manifest)
-        parts = _parts(sample, self.manifest)
-        sums = _hidden_sum(parts), _tokens_sum(parts)
-        name, rows = bytes.fromhex(sample.id), len(sample.input_ids)
+        self.append_parts(sample.id, len(sample.input_ids), _parts(sample, self.manifest))
+
+    def append_parts(self, sample: str, rows: int, parts: dict[str, Any]) -> None:
+        """The same for who has the bytes as the shard will hold them (see shards), and has proved them: buffers by part."""
+        sums, name = (_hidden_sum(parts), _tokens_sum(parts)), bytes.fromhex(sample)
         with self._guard:
             if name in self._known:
-                raise Eagle3Error(f"store {self.path}: sample {sample.id} is already in it; a sample is stored once.")
+                raise Eagle3Error(f"store {self.path}: sample {sample} is already in it; a sample is stored once.")
             try:
                 if self._open is None:
                     self._open = _OpenShard(self._next_shard, ShardWriter(self.path / shard_name(self._next_shard), self.layout))
                     self._next_shard += 1
-                row = self._open.file.add(parts.pop("hidden"), {key: bytes(data) for key, data in parts.items()}, rows)
+                row = self._open.file.add(parts["hidden"], {key: bytes(data) for key, data in parts.items() if key != "hidden"}, rows)
             except OSError as error:
                 raise self._lost(self._open, error) from error
-            self._open.records += shards.make_record(sample.id, self._open.number, row, rows, *sums)
+            self._open.records += shards.make_record(sample, self._open.number, row, rows, *sums)
             self._known.add(name)
             self._open.names.append(name)
             if self._open.file.size >= self.shard_bytes:
