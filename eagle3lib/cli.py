@@ -79,6 +79,26 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("draft", type=Path, metavar="DIR")
     check.add_argument("--target", default="", metavar="TARGET", help="also check it against this target (folder, hub name or smollm2)")
     check.set_defaults(command=_check_draft)
+
+    plan = commands.add_parser("plan", help="what a dump will take: bytes, files, hours, room; needs neither GPU nor target")
+    plan.add_argument("params", type=Path, metavar="PARAMS", help="params file (YAML)")
+    plan.add_argument("--sequences", type=int, required=True, metavar="N")
+    plan.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of all sequences together")
+    plan.add_argument("--rate", type=float, default=0.0, metavar="TOKENS/S", help="prefill rate, as 02_extract measured it")
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a parameter; may be repeated")
+    plan.set_defaults(command=_plan)
+
+    store = commands.add_parser("store", help="dumps on disk: list, verify, describe, delete")
+    actions = store.add_subparsers(required=True, metavar="ACTION")
+    for name, text in (("ls", "sizes and ages"), ("verify", "read everything and prove every checksum"),
+                       ("stat", "what is in it, as JSON"), ("reclaim", "delete the named stores")):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+        action.set_defaults(command=_store, action=name)
+        if name == "verify":
+            action.add_argument("--drop", action="store_true", help="take damaged samples out, so that 02_extract asks for them again")
+        if name == "reclaim":
+            action.add_argument("--yes", action="store_true", help="do not ask")
     return top
 
 
@@ -124,6 +144,22 @@ def _open(args: argparse.Namespace) -> int:
 
     print(f"jupyter lab {runs.show_path(openrun.write(find_run(args.run), args.stage))}")
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from eagle3lib import params, plan, preflight, runs
+
+    settings = params.resolve(params.read_notebooks(runs.notebooks_dir()), params.load(args.params), params.parse_set(args.set))
+    print(plan.from_params({name: setting.value for name, setting in settings.items()}, samples=args.sequences, tokens=args.tokens,
+                           tokens_per_s=args.rate, store=runs.runs_dir(), shm=preflight.dump_base()))
+    return 0
+
+
+def _store(args: argparse.Namespace) -> int:
+    from eagle3lib import storetool
+
+    more = {"verify": "drop", "reclaim": "yes"}.get(args.action)
+    return getattr(storetool, args.action)(args.paths, **({more: getattr(args, more)} if more else {}))
 
 
 def find_run(name: str) -> Path:

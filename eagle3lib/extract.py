@@ -1,149 +1,302 @@
-"""Extraction: prepared rows through a running SGLang with our capture, into the store.
+"""Extraction: prepared rows through one or several running SGLang with our capture, into the store.
 
-    rows -> engine.generate(token ids, one new token) -> one dump a row in shared memory -> checked -> appended to a shard
+    rows -> batches -> one HTTP request each -> one dump a row in shared memory -> checked -> appended to a shard
 
-A row counts only when its bytes are in the store's index, so stopping at any moment and starting again goes on where
-it was. Memory is bounded by one shard; shared memory by the requests in flight.
+Each engine is served by a few threads that take batches from the common work (see work); a thread reads, checks and
+stores what its request brought before it takes more, so what lies in shared memory is bounded, and while one waits the
+others keep the engine busy. A row counts only when its bytes are in the store's index, so stopping at any moment and
+starting again goes on where it was.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
+from tqdm import tqdm
 
-from eagle3lib import preflight, targets
+from eagle3lib import capture, preflight, quarantine, targets
+from eagle3lib import plan as planning
+from eagle3lib.arrivals import Norms
 from eagle3lib.checks import Checks
-from eagle3lib.errors import Eagle3Error
-from eagle3lib.store import RECORD, Sample, Store, Writer, bytes_per_token, make_manifest
+from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.inbox import Inbox
+from eagle3lib.manifest import as_captured, make_manifest
+from eagle3lib.plan import Forecast
+from eagle3lib.store import Store, Writer
+from eagle3lib.work import Task, Work
 
-MARGIN = 1.1  # room demanded beyond the forecast
-ATTEMPTS = 3  # times a row is asked for before the stage stops
+ATTEMPTS = 3  # times a row is asked for before it goes into quarantine
+REQUESTS = 4  # HTTP requests under way for each engine; together they hold tokens_in_flight
+LOOK_S = 0.5  # between two looks at the engines
+GROUP_BYTES = 2**25  # of hidden states that a thread checks at once: larger ones leave the processor's cache
 TOP_LOGPROBS = 5
+WARM_UP_S, WARM_UP_TOKENS = 1.0, 65536
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What the run will write, computed from token counts before the first request."""
-
-    samples: int
-    tokens: int
-    bytes: int  # on disk, all files of the store
-    bytes_per_token: int
-    shm_bytes: int  # at most at once in shared memory
-    disk_free: int
-    shm_free: int
-
-    def require_room(self) -> None:
-        """Raise Eagle3Error when the dump does not fit, with the numbers and what would fit."""
-        if self.bytes * MARGIN > self.disk_free:
-            fits = int(self.disk_free / MARGIN / self.bytes_per_token)
-            raise Eagle3Error(f"disk: the dump will take {_gb(self.bytes)} ({self.tokens:,} tokens of {self.bytes_per_token:,} bytes), "
-                              f"{_gb(self.disk_free)} are free. "
-                              f"Free some, put the runs on a larger disk (EAGLE3_RUNS), or prepare at most {fits:,} tokens.")
-        if self.shm_bytes > self.shm_free:
-            raise Eagle3Error(f"shared memory: requests in flight hold up to {_gb(self.shm_bytes)}, {_gb(self.shm_free)} are free there. "
-                              "Enlarge /dev/shm (docker: --shm-size), set SGLANG_HS_DUMP_DIR to a larger folder, or lower extract_concurrency.")
-
-    def __repr__(self) -> str:
-        return (f"forecast: {self.samples:,} samples, {self.tokens:,} tokens x {self.bytes_per_token:,} bytes = {_gb(self.bytes)} on disk "
-                f"({_gb(self.disk_free)} free); up to {_gb(self.shm_bytes)} at once in shared memory ({_gb(self.shm_free)} free)")
-
-
-def _gb(n: float) -> str:
-    return f"{n / 1e9:,.2f} GB" if n >= 1e8 else f"{n / 1e6:,.1f} MB"
-
-
-def plan(rows: Any, target: Path, store: Path, *, dtype: str, shard_mb: int, concurrency: int) -> Forecast:
+def plan(rows: Any, target: Path, store: Path, *, dtype: str, shard_mb: int, tokens_in_flight: int = 32768, store_dtype: str = "") -> Forecast:
     """The forecast for these prepared rows. The store's folder need not exist yet."""
-    manifest = _sizes(target, dtype)
-    lengths = sorted(rows["n_tokens"], reverse=True)
-    tokens, each = sum(lengths), bytes_per_token(manifest)
-    shards = max(1, round(tokens * each / (shard_mb * 2**20)))
-    return Forecast(samples=len(lengths), tokens=tokens, bytes=tokens * each + len(lengths) * RECORD.itemsize + shards * 330 + 1100,
-                    bytes_per_token=each, shm_bytes=sum(lengths[:concurrency]) * each,
-                    disk_free=shutil.disk_usage(_existing(store)).free, shm_free=shutil.disk_usage(_existing(preflight.dump_base())).free)
+    lengths = np.asarray(rows["n_tokens"], np.int64)
+    return planning.forecast(_manifest(target, dtype, store_dtype, {}), samples=len(lengths), tokens=int(lengths.sum()), shard_mb=shard_mb,
+                             tokens_in_flight=tokens_in_flight, store=store, shm=preflight.dump_base())
 
 
-def _sizes(target: Path, dtype: str, fingerprint: dict[str, Any] | None = None) -> dict[str, Any]:
+def _manifest(target: Path, dtype: str, store_dtype: str, fingerprint: dict[str, Any]) -> dict[str, Any]:
     config = targets.text_config(target)
-    return make_manifest(fingerprint or {}, targets.capture_layers(config.num_hidden_layers), config.hidden_size, dtype)
+    return make_manifest(fingerprint, targets.capture_layers(config.num_hidden_layers), config.hidden_size, dtype, store_dtype)
 
 
-def _existing(path: Path) -> Path:
-    return next(p for p in (path, *path.parents) if p.exists())
+def require_sizes(target: Path, layers: int, hidden: int) -> None:
+    """Sizes given for the forecast must be the target's own; 0: not given."""
+    config = targets.text_config(target)
+    for name, given, found in (("target_layers", layers, config.num_hidden_layers), ("target_hidden", hidden, config.hidden_size)):
+        if given and given != found:
+            raise ParamError(f"{name}: {given} was given, target {target} has {found}. Correct the params file, or leave it out.")
 
 
 @dataclass
 class Extraction:
-    """What happened: counts, and the course of the run for a figure."""
+    """What happened: counts, and the course of the run for figures."""
 
     samples: int = 0
     tokens: int = 0
     retried: int = 0
+    quarantined: list[dict[str, Any]] = field(default_factory=list)  # sample_id, tokens, reasons
+    lost_engines: list[str] = field(default_factory=list)  # why
     seconds: float = 0.0
-    course: list[tuple[float, int]] = field(default_factory=list)  # (seconds since start, tokens stored)
+    course: list[tuple[float, int, float]] = field(default_factory=list)  # (seconds since start, tokens stored, shared memory in use 0..1)
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-def extract(engine: Any, rows: Iterable[dict[str, Any]], path: Path, target: Path, *, shard_mb: int, concurrency: int) -> Extraction:
-    """Dump every row that is not in the store yet. Rows: dictionaries with sample_id, input_ids, loss_mask.
+def extract(engines: Any, rows: Any, path: Path, target: Path, *, shard_mb: int, tokens_in_flight: int, store_dtype: str = "",
+            quarantine_share: float = quarantine.SHARE) -> Extraction:
+    """Dump every row that is not in the store yet. engines: one or several; rows: a Dataset, or a list of dictionaries, with
+    sample_id, input_ids, loss_mask.
 
-    A dump that does not check out is asked for again; a row that fails ATTEMPTS times stops the stage with its reason.
-    What was stored until then stays.
+    A row whose dump does not check out is asked for again, alone; after ATTEMPTS failures it goes into the store's
+    quarantine with its reasons, and above `quarantine_share` of all rows the stage stops. What was stored stays.
     """
-    manifest = _sizes(target, engine.settings.dtype, engine.fingerprint)
-    result = Extraction()
+    engines = list(engines) if isinstance(engines, Sequence) else [engines]
+    manifest = _manifest(target, engines[0].settings.dtype, store_dtype, engines[0].fingerprint)
+    _require_alike(engines)
     with Store.create(path, manifest, shard_mb * 2**20) as writer:
-        todo = sorted((r for r in rows if r["sample_id"] not in writer.ids), key=lambda r: -len(r["input_ids"]))
-        print(f"extract: {len(todo):,} rows to do, {len(writer.ids):,} are in the store already")
-        for attempt in range(ATTEMPTS):
-            failures = _one_pass(engine, todo, writer, result, attempt, concurrency)
-            todo = [row for row, _ in failures]
-            if not todo:
-                return result
-            result.retried += len(todo)
-    row, why = failures[0]
-    raise Eagle3Error(f"extraction: {len(failures)} rows failed {ATTEMPTS} times, first {row['sample_id']}: {why} "
-                      "Nothing wrong was stored; see engine.log, mend the cause, and run 02_extract again.")
+        return _Run(engines, rows, writer, tokens_in_flight, quarantine_share).go()
 
 
-def _one_pass(engine: Any, todo: Sequence[dict[str, Any]], writer: Writer, result: Extraction, attempt: int,
-              concurrency: int) -> list[tuple[dict[str, Any], str]]:
-    """Send all rows once; store what checks out; return the others with the reason."""
-    rids = [engine.rid(f"{row['sample_id']}-{attempt}") for row in todo]
-    failures: list[tuple[dict[str, Any], str]] = []
-    began = time.monotonic()
+def _require_alike(engines: Sequence[Any]) -> None:
+    from eagle3lib.manifest import compare
 
-    def arrived(i: int, reply: Any) -> None:
-        row = todo[i]
+    for other in engines[1:]:
+        if differences := compare(engines[0].fingerprint, other.fingerprint):
+            raise Eagle3Error("extraction: two engines would not compute the same states; hidden states are never mixed.\n"
+                              + "\n".join(f"  {line}" for line in differences))
+
+
+class _Run:
+    """One extraction under way."""
+
+    def __init__(self, engines: Sequence[Any], rows: Any, writer: Writer, tokens_in_flight: int, quarantine_share: float):
+        self.engines, self.rows, self.writer = engines, rows, writer
+        self.result, self.norms = Extraction(), Norms([*(f"r_{k}" for k in writer.manifest["layers"]), "last"])
+        todo = np.array([i for i, name in enumerate(_column(rows, "sample_id")) if name not in writer], np.int64)
+        lengths = _lengths(rows)[todo]
+        self.work = Work(todo, lengths, max(1, tokens_in_flight // REQUESTS), REQUESTS * len(engines))
+        self.tokens, self.most_bad = int(lengths.sum()), int(quarantine_share * len(rows))
+        self.bytes_per_token, self.capture_bytes = writer.layout.row_bytes, as_captured(writer.manifest).hidden_bytes
+        self.guard = threading.Lock()
+        quarantine.clear(writer.path)
+        print(f"extract: {len(todo):,} rows to do, {len(writer):,} are in the store already")
+
+    def go(self) -> Extraction:
+        began = time.monotonic()
+        bar = tqdm(total=self.tokens, desc="extract", unit="tok", unit_scale=True, mininterval=1, smoothing=0.05)
+        with ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine") as pool:
+            try:
+                served = [pool.submit(self._serve, engine) for engine in self.engines]
+                while not all(future.done() for future in served):
+                    self._look(began, bar)
+                    time.sleep(0.05 if time.monotonic() - began < 2 else LOOK_S)
+                for future in served:
+                    future.result()
+                self.writer.flush()
+            except BaseException:
+                self._stop()
+                raise
+            finally:
+                self._look(began, bar)
+                bar.close()
+        self.result.seconds = time.monotonic() - began
+        if self.work.remaining:
+            raise Eagle3Error(f"extraction: no engine is left. {'; '.join(self.result.lost_engines)} What was stored stays; run 02_extract again.")
+        return self.result
+
+    def _look(self, began: float, bar: Any) -> None:
+        """Note where we are, for the bar and the figures; one thing bad ends the whole."""
+        disk = shutil.disk_usage(planning.existing(Path(self.engines[0].dump_dir)))
+        level, seconds = disk.used / disk.total, time.monotonic() - began
+        if not self.result.course or seconds - self.result.course[-1][0] >= 1 or not self.work.remaining:
+            self.result.course.append((seconds, self.result.tokens, level))
+        bar.set_postfix_str(f"{self.result.samples:,} samples, {self.result.tokens * self.bytes_per_token / 1e9:.2f} GB, "
+                            f"shared memory {level:.0%}", refresh=False)
+        bar.update(self.result.tokens - bar.n)
+
+    def _stop(self) -> None:
+        self.work.stop()
+        for engine in self.engines:
+            engine.client.abort_all()
+
+    def _serve(self, engine: Any) -> None:
+        """Keep one engine busy until nothing is left. When it dies it is started again, as often as it may; then the others go on."""
+        while True:
+            with ThreadPoolExecutor(REQUESTS, thread_name_prefix="dump") as pool:
+                ends = [future.result() for future in [pool.submit(self._take_batches, engine) for _ in range(REQUESTS)]]
+            death = next(filter(None, ends), None)
+            if death is None:
+                return
+            try:
+                if not hasattr(engine, "restart"):
+                    raise death
+                engine.restart(str(death))
+            except Eagle3Error as error:
+                self.result.lost_engines.append(str(error))
+                return
+
+    def _take_batches(self, engine: Any) -> Eagle3Error | None:
+        """Batch after batch; returns why the engine is dead, or None when all is done. Any other trouble stops the run."""
+        torch.set_num_threads(1)  # of this thread: the batches are the parallelism
+        inbox = Inbox(self.writer.manifest, self.norms)
         try:
-            if reply.finish_reason == "refused":
-                raise Eagle3Error(f"the engine refused it ({reply.error}).")
-            hidden = engine.read_dump(reply.rid, row["input_ids"])
-        except Eagle3Error as error:
-            failures.append((row, str(error)))
-            return
-        finally:
-            engine.delete_dump(reply.rid)
-        writer.append(Sample(row["sample_id"], torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool), hidden))
-        result.samples += 1
-        result.tokens += len(hidden)
-        result.course.append((time.monotonic() - began, result.tokens))
+            while batch := self.work.take():
+                try:
+                    self._do(engine, batch, inbox)
+                except _Dead as death:
+                    self.work.give_back(batch)
+                    return death.why
+            return None
+        except BaseException:
+            self._stop()
+            raise
 
-    engine.generate([row["input_ids"] for row in todo], rids=rids, max_new_tokens=1, concurrency=concurrency,
-                    progress="extract" if attempt == 0 else "extract again", on_result=arrived)
-    result.seconds += time.monotonic() - began
-    return failures
+    def _do(self, engine: Any, batch: list[Task], inbox: Inbox) -> None:
+        """Ask for a batch, store what checks out, hand the rest back to the work or into quarantine."""
+        rows = self._read([task.row for task in batch])
+        rids = [engine.rid(f"{row['sample_id']}-{len(task.reasons)}") for task, row in zip(batch, rows, strict=True)]
+        dump_dir, failed = engine.dump_dir, []
+        try:
+            replies = self._ask(engine, [row["input_ids"] for row in rows], rids)
+            for group in self._groups(batch):
+                bad = dict.fromkeys(range(len(group)), replies) if isinstance(replies, str) else \
+                    inbox.receive(engine, [replies[n] for n in group], [rows[n] for n in group], self._store)
+                failed += [(batch[group[n]], rows[group[n]], why) for n, why in bad.items()]
+            if failed:
+                self._require_alive(engine)
+        finally:
+            if Path(dump_dir).is_dir():
+                capture.delete_dumps(dump_dir, rids)
+        again = []
+        for task, row, why in failed:
+            task.reasons.append(why)
+            if not self._given_up(task, row):
+                again.append(task)
+        self.work.done(again)
+
+    def _groups(self, batch: list[Task]) -> Iterator[list[int]]:
+        """Numbers of the batch's rows in groups of at most GROUP_BYTES, at least one row each: what a thread holds at once."""
+        ends = np.cumsum([task.tokens for task in batch]) * self.capture_bytes // GROUP_BYTES
+        for _, group in itertools.groupby(range(len(batch)), key=lambda n: int(ends[n])):
+            yield list(group)
+
+    def _ask(self, engine: Any, prompts: list[list[int]], rids: list[str]) -> Any:
+        """The replies, or as text why there are none."""
+        try:
+            return engine.client.prefill(prompts, rids)
+        except Eagle3Error as error:
+            self._require_alive(engine)
+            return str(error)
+
+    def _require_alive(self, engine: Any) -> None:
+        try:
+            engine.require_alive()
+        except Eagle3Error as death:
+            raise _Dead(death) from None
+
+    def _store(self, row: dict[str, Any], parts: dict[str, Any]) -> None:
+        if row["sample_id"] in self.writer:  # its batch came back after the engine had died in the middle of it
+            return
+        self.writer.append_parts(row["sample_id"], len(row["input_ids"]), parts)
+        with self.guard:
+            self.result.samples += 1
+            self.result.tokens += len(row["input_ids"])
+
+    def _given_up(self, task: Task, row: dict[str, Any]) -> bool:
+        """True when the row has failed too often: it is then in quarantine. Too many of them stop the stage."""
+        with self.guard:
+            if len(task.reasons) < ATTEMPTS:
+                self.result.retried += 1
+                return False
+            entry = {"sample_id": row["sample_id"], "tokens": task.tokens, "reasons": task.reasons}
+            self.result.quarantined.append(entry)
+            quarantine.add(self.writer.path, entry)
+            count, limit = len(self.result.quarantined), self.most_bad if self.result.samples else 0  # nothing good yet: one is enough
+        if count > limit:
+            raise Eagle3Error(f"extraction: {count} of {len(self.rows):,} rows failed {ATTEMPTS} times, and {limit} is the limit "
+                              f"(quarantine_share); the last is {row['sample_id']}: {task.reasons[-1]} Nothing wrong was stored; "
+                              "see engine.log, mend the cause, and run 02_extract again.")
+        return True
+
+    def _read(self, numbers: list[int]) -> list[dict[str, Any]]:
+        if not hasattr(self.rows, "column_names"):
+            return [self.rows[i] for i in numbers]
+        with self.guard:
+            columns = self.rows[numbers]
+        return [{name: columns[name][n] for name in ("sample_id", "input_ids", "loss_mask")} for n in range(len(numbers))]
+
+
+class _Dead(Exception):
+    """The engine that was asked is dead."""
+
+    def __init__(self, why: Eagle3Error):
+        super().__init__(str(why))
+        self.why = why
+
+
+def _column(rows: Any, name: str) -> Any:
+    return rows[name] if hasattr(rows, "column_names") else [row[name] for row in rows]
+
+
+def _lengths(rows: Any) -> np.ndarray:
+    lengths = rows["n_tokens"] if hasattr(rows, "column_names") else [len(row["input_ids"]) for row in rows]
+    return np.asarray(lengths, np.int64)
+
+
+def warm_up(engine: Any, rows: Any) -> float:
+    """The engine's prefill rate in tokens a second, from a second or two of these rows; their dumps are not taken.
+
+    The amount doubles until it takes WARM_UP_S, since a GPU is not busy with a handful."""
+    lengths, tokens = _lengths(rows), 512
+    order = np.argsort(np.abs(lengths - np.median(lengths)), kind="stable")
+    while True:
+        count = max(1, int(np.searchsorted(np.cumsum(lengths[order]), tokens)))
+        prompts = [rows[int(i)]["input_ids"] for i in order[:count]]
+        began = time.monotonic()
+        engine.client.prefill(prompts, [f"eagle3-warm-{tokens}-{n}" for n in range(len(prompts))])
+        seconds = time.monotonic() - began
+        if seconds >= WARM_UP_S or tokens >= WARM_UP_TOKENS or count == len(lengths):
+            return sum(map(len, prompts)) / seconds
+        tokens *= 2
 
 
 def record(engine: Any, forecast: Forecast, result: Extraction) -> dict[str, Any]:
@@ -152,7 +305,8 @@ def record(engine: Any, forecast: Forecast, result: Extraction) -> dict[str, Any
             "disable_radix_cache", "disable_cuda_graph", "speculative_algorithm")
     return {"nonce": engine.nonce, "handshake": engine.handshake, "server": {k: engine.server_info.get(k) for k in kept},
             "proved": engine.checks.records, "start_seconds": engine.seconds, "fingerprint": engine.fingerprint,
-            "forecast": asdict(forecast), "samples": result.samples, "tokens": result.tokens, "seconds": result.seconds, "retried": result.retried}
+            "forecast": asdict(forecast), "samples": result.samples, "tokens": result.tokens, "seconds": result.seconds,
+            "retried": result.retried, "quarantined": len(result.quarantined), "lost_engines": result.lost_engines}
 
 
 def probe(engine: Any, store: Store, path: Path, count: int) -> None:
@@ -161,8 +315,9 @@ def probe(engine: Any, store: Store, path: Path, count: int) -> None:
     The longest, the shortest and rows between, so that chunked prefill is among them. Written as safetensors:
     "<sample id>.logprobs" float32 [T, k] and "<sample id>.ids" int32 [T, k] for the engine's k likeliest tokens.
     """
-    order = sorted(range(len(store)), key=lambda i: int(store.lengths[i]))
-    chosen = {order[round(n * (len(order) - 1) / max(count - 1, 1))] for n in range(count)}
+    lengths = store.lengths
+    order = np.argsort(lengths, kind="stable")
+    chosen = {int(order[round(n * (len(order) - 1) / max(count - 1, 1))]) for n in range(count)}
     tensors: dict[str, torch.Tensor] = {}
     for i in sorted(chosen):
         sample = store.read(i)
@@ -171,12 +326,6 @@ def probe(engine: Any, store: Store, path: Path, count: int) -> None:
     temporary = path.with_suffix(".tmp")
     save_file(tensors, temporary)
     temporary.replace(path)
-
-
-def course(result: Extraction, store: Store) -> tuple[list[float], list[int]]:
-    """(seconds, tokens stored) for the throughput figure; a run that had nothing left to do shows one point."""
-    points = result.course or [(0.0, store.tokens)]
-    return [t for t, _ in points], [n for _, n in points]
 
 
 def log_excerpt(log: Path, nonce: str, lines: int = 4) -> str:
@@ -190,8 +339,10 @@ def log_excerpt(log: Path, nonce: str, lines: int = 4) -> str:
 
 def check(checks: Checks, rows: Any, store: Store, forecast: Forecast) -> None:
     """The dump is whole by count, and as large as was foretold."""
-    remedy = "Run 02_extract again: it asks only for what is missing."
-    checks.add("all rows stored", len(store) == len(rows), len(store), len(rows), "a stage that stops early and says nothing", remedy)
+    bad = len(quarantine.read(store.path))
+    checks.add("all rows stored or in quarantine", len(store) + bad == len(rows), len(store) + bad, len(rows),
+               "a stage that stops early and says nothing", "Run 02_extract again: it asks only for what is missing.")
     off = abs(store.disk_bytes() / forecast.bytes - 1)
-    checks.add("size as forecast", off <= 0.01 or abs(store.disk_bytes() - forecast.bytes) < 8192, off, 0.01,
+    missing = bad / max(1, len(rows))  # rows in quarantine take no room
+    checks.add("size as forecast", off <= 0.01 + missing or abs(store.disk_bytes() - forecast.bytes) < 8192, off, 0.01,
                "padding, doubled shards or a wrong dtype on disk", "Compare the shards with the forecast; look for foreign files in store/.")

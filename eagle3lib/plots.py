@@ -93,16 +93,24 @@ def dump_sizes(sample_bytes: Sequence[int], predicted: int, written: int) -> Non
     show(fig, f"Dump sizes: {len(sample_bytes)} samples; forecast {predicted / 1e6:.1f} MB, written {written / 1e6:.1f} MB, {off:+.2%}.")
 
 
-def throughput(seconds: Sequence[float], tokens: Sequence[int]) -> None:
-    """Extracted tokens over time; a straight line is a saturated engine."""
-    t, n = np.asarray(seconds), np.asarray(tokens)
-    fig, (ax,) = figure(height=2.8)
-    ax.plot(t, n, color=BLUE)
-    ax.yaxis.set_major_formatter(EngFormatter())
-    text = f"{n[-1]:,} tokens in {t[-1]:.0f} s: {n[-1] / max(t[-1], 1e-9):,.0f} tokens/s through engine, capture and store"
-    title(ax, text)
-    ax.set(xlabel="time since the first request [s]", ylabel="tokens stored")
-    show(fig, f"Cumulative tokens over time. {text}.")
+def throughput(course: Sequence[tuple[float, int, float]], foretold: float) -> None:
+    """Extracted tokens and the level of shared memory over time; course: (seconds, tokens stored, level 0..1), foretold: tokens/s."""
+    t, n, level = np.asarray(course, float).T
+    fig, (left, right) = figure(2, 2.8)
+    left.plot(t, n, color=BLUE, label="stored")
+    if foretold:
+        left.plot(t, np.minimum(t * foretold, n[-1]), color=ORANGE, linestyle="--", label="forecast by the warm-up")
+    left.yaxis.set_major_formatter(EngFormatter())
+    rate = n[-1] / max(t[-1], 1e-9)
+    text = f"{n[-1]:,.0f} tokens in {t[-1]:.0f} s: {rate:,.0f} tokens/s"
+    title(left, text)
+    left.set(xlabel="time since the first request [s]", ylabel="tokens stored", ylim=(0, None))
+    left.legend()
+    right.plot(t, level * 100, color=PURPLE)
+    full = f"Shared memory was at most {level.max():.0%} full"
+    title(right, full)
+    right.set(xlabel="time since the first request [s]", ylabel="shared memory in use [%]", ylim=(0, 100))
+    show(fig, f"Cumulative tokens and shared memory over time. {text}; the warm-up foretold {foretold:,.0f}. {full}.")
 
 
 # verify ------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,16 @@
 """The store: hidden states on disk, crash-safe, checksummed, opened in an instant whatever its size.
 
-    store.json                   manifest: fingerprint, layers and their meaning, sizes, dtype
+    store.json                   manifest: fingerprint, layers and their meaning, sizes, dtypes
     index.bin                    one 48-byte record a sample, appended only after the sample's bytes are durable
-    shard-00000.safetensors      hidden [R, A+1, H], input_ids int32 [R], loss_mask uint8 [R]; R rows of whole samples
+    shard-00000.safetensors      the rows of whole samples (see shards)
+    quarantine.jsonl             rows that never checked out, with the reasons (see extract)
 
-Legend: T tokens of a sample, A aux layers, H hidden size, R rows (tokens) of a shard. Stream 0..A-1 of `hidden` are the
-aux residual streams in the order of manifest["layers"], stream A is the last hidden state (after the final norm).
+Stream 0..A-1 of a sample are the aux residual streams in the order of manifest["layers"], stream A is the last hidden
+state (after the final norm). Legend: T tokens of a sample, A aux layers, S = A+1 streams, H hidden size.
 
 Crash rules: a shard is written under another name, fsynced and renamed; then its records are appended and fsynced. So a
-torn index tail or a shard that no record names is garbage of a crash: the next writer removes both.
+torn index tail or a shard that no record names is garbage of a crash: the next writer removes both. Index lines that
+are damaged or doubled go too, and their samples are asked for again. Opening imports no torch; reading a sample does.
 """
 
 from __future__ import annotations
@@ -16,24 +18,26 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import zlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from eagle3lib import shards
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.manifest import bytes_per_token, compare, keep_or_write, layout, make_manifest, read_manifest
+from eagle3lib.shards import FP8, RECORD, ShardReader, ShardWriter, fsync, shard_name
 
-FORMAT = 1
-RECORD = np.dtype([("id", "V16"), ("shard", "<u4"), ("row", "<u4"), ("rows", "<u4"),
-                   ("hidden_xxh", "<u8"), ("tokens_xxh", "<u8"), ("crc", "<u4")])
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FP8", "RECORD", "Sample", "Store", "Writer", "bytes_per_token", "compare", "fsync", "make_manifest", "sample_id"]
+OPEN_SHARDS = 64  # files that a reader keeps open
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Sample:
     id: str  # 32 hex digits: sample_id(input_ids, loss_mask)
     input_ids: torch.Tensor  # int64 [T]
     loss_mask: torch.Tensor  # bool [T]
-    hidden: torch.Tensor  # [T, A+1, H] in the store's dtype
+    hidden: torch.Tensor  # [T, A+1, H] in the dtype of the capture, also when the disk holds fp8
 
 
 def sample_id(input_ids: Any, loss_mask: Any) -> str:
@@ -50,62 +54,100 @@ def sample_id(input_ids: Any, loss_mask: Any) -> str:
     return xxhash.xxh3_128_hexdigest(ids + np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
 
 
-def bytes_per_token(manifest: dict[str, Any]) -> int:
-    """Stored bytes a token: A+1 hidden vectors, one int32 id, one mask byte."""
-    return manifest["streams"] * manifest["hidden_size"] * DTYPES[manifest["dtype"]].itemsize + 5
-
-
-def make_manifest(fingerprint: dict[str, Any], layers: list[int], hidden_size: int, dtype: str) -> dict[str, Any]:
-    return {"format": FORMAT, "fingerprint": fingerprint, "layers": layers, "streams": len(layers) + 1,
-            "hidden_size": hidden_size, "dtype": dtype,
-            "layer_meaning": "k names r_k, the residual stream that enters layer k",
-            "last_meaning": "after the final norm: logits = lm_head(last)"}
-
-
 class Writer:
-    """Appends samples; at most one writer a store (an flock, so a dead owner holds nothing). Use as a context manager."""
+    """Appends samples, from any number of threads; at most one writer a store (an flock, so a dead owner holds nothing).
+
+    Hidden states go to the disk as they come; a full shard is made durable by a thread of its own, its records after it.
+    """
 
     def __init__(self, path: Path, manifest: dict[str, Any], shard_bytes: int = 2**30):
-        self.path, self.manifest, self.shard_bytes = Path(path), manifest, shard_bytes
+        self.path, self.manifest, self.shard_bytes, self.layout = Path(path), manifest, shard_bytes, layout(manifest)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.path)
+        self._lock = lock(self.path)
         try:
-            _keep_or_write_manifest(self.path, manifest)
-            self.index = _recover(self.path)
+            keep_or_write(self.path, manifest)
+            index = _recover(self.path)
         except BaseException:
             self._lock.close()
             raise
-        self.ids = {bytes(i).hex() for i in self.index["id"]}
-        self._next_shard = int(self.index["shard"].max()) + 1 if len(self.index) else 0
-        self._buffer: list[Sample] = []
-        self._buffered = 0
+        self._known = {name.tobytes() for name in index["id"]}
+        self._next_shard = int(index["shard"].max()) + 1 if len(index) else 0
+        self._open: _OpenShard | None = None
+        self._guard = threading.Lock()
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
+        self._sealing: tuple[_OpenShard, Future[None]] | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return bytes.fromhex(name) in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def ids(self) -> set[str]:
+        return {name.hex() for name in self._known}
 
     def append(self, sample: Sample) -> None:
         """Take one sample; it is durable once its shard is full or flush() returns. The same id twice is an error."""
-        if sample.id in self.ids:
-            raise Eagle3Error(f"store {self.path}: sample {sample.id} is already in it; a sample is stored once.")
         _require_fits(sample, self.manifest)
-        self.ids.add(sample.id)
-        self._buffer.append(sample)
-        self._buffered += sample.hidden.nbytes
-        if self._buffered >= self.shard_bytes:
-            self.flush()
+        self.append_parts(sample.id, len(sample.input_ids), _parts(sample, self.manifest))
+
+    def append_parts(self, sample: str, rows: int, parts: dict[str, Any]) -> None:
+        """The same for who has the bytes as the shard will hold them (see shards), and has proved them: buffers by part."""
+        sums, name = (_hidden_sum(parts), _tokens_sum(parts)), bytes.fromhex(sample)
+        with self._guard:
+            if name in self._known:
+                raise Eagle3Error(f"store {self.path}: sample {sample} is already in it; a sample is stored once.")
+            try:
+                if self._open is None:
+                    self._open = _OpenShard(self._next_shard, ShardWriter(self.path / shard_name(self._next_shard), self.layout))
+                    self._next_shard += 1
+                row = self._open.file.add(parts["hidden"], {key: bytes(data) for key, data in parts.items() if key != "hidden"}, rows)
+            except OSError as error:
+                raise self._lost(self._open, error) from error
+            self._open.records += shards.make_record(sample, self._open.number, row, rows, *sums)
+            self._known.add(name)
+            self._open.names.append(name)
+            if self._open.file.size >= self.shard_bytes:
+                self._seal()
 
     def flush(self) -> None:
         """Make every appended sample durable: shard first, then its index records."""
-        samples, self._buffer, self._buffered = self._buffer, [], 0
-        if not samples:
+        with self._guard:
+            self._seal()
+            self._wait()
+
+    def _seal(self) -> None:
+        self._wait()
+        if self._open is not None:
+            self._sealing = self._open, self._sealer.submit(self._open.seal, self.path / "index.bin")
+            self._open = None
+
+    def _wait(self) -> None:
+        sealing, self._sealing = self._sealing, None
+        if sealing is None:
             return
         try:
-            _write_shard(self.path / _shard_name(self._next_shard), samples)
-            _append_records(self.path / "index.bin", _records(samples, self._next_shard))
-        except (OSError, SafetensorError) as error:  # safetensors wraps what the disk says
-            self.ids -= {s.id for s in samples}
-            raise _disk_error(self.path, error) from error
-        self._next_shard += 1
+            sealing[1].result()
+        except OSError as error:
+            raise self._lost(sealing[0], error) from error
+
+    def _lost(self, shard: _OpenShard | None, error: OSError) -> Eagle3Error:
+        """Forget a shard that the disk did not take; what the index names stays."""
+        if shard is not None:
+            shard.file.discard()
+            self._known -= set(shard.names)
+            self._open = None if shard is self._open else self._open
+        return _disk_error(self.path, error)
 
     def close(self) -> None:
-        self.flush()
+        try:
+            self.flush()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._sealer.shutdown(wait=True)
         self._lock.close()
 
     def __enter__(self) -> Writer:
@@ -116,21 +158,32 @@ class Writer:
             if kind is None or issubclass(kind, (Exception, KeyboardInterrupt)):
                 self.flush()  # work already done is kept, whatever stopped us
         finally:
-            self._lock.close()
+            self._release()
+
+
+class _OpenShard:
+    """The shard that is being filled, with the records to be appended once it is durable."""
+
+    def __init__(self, number: int, file: ShardWriter):
+        self.number, self.file, self.records = number, file, bytearray()
+        self.names: list[bytes] = []
+
+    def seal(self, index: Path) -> None:
+        self.file.seal()
+        shards.append_records(index, bytes(self.records))
 
 
 class Store:
-    """A store opened for reading. Opening maps the index; reading a sample touches only that sample's bytes."""
+    """A store opened for reading. Opening reads the index; reading a sample touches only that sample's bytes."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
-        if not (self.path / "store.json").is_file():
-            raise Eagle3Error(f"store {self.path}: no store.json there. Run notebook 02_extract (or name the right run).")
-        self.manifest = json.loads((self.path / "store.json").read_text())
-        if self.manifest.get("format") != FORMAT:
-            raise Eagle3Error(f"store {self.path}: format {self.manifest.get('format')!r}, this version reads {FORMAT}. Extract again.")
-        self.index = _valid_records(self.path / "index.bin")
-        self._shards: dict[int, Any] = {}
+        self.manifest = read_manifest(self.path)
+        self.index = np.zeros(0, RECORD)
+        self._inode = -1
+        self._shards: dict[int, ShardReader] = {}
+        self._reading = threading.Lock()
+        self.refresh()
 
     @staticmethod
     def create(path: Path, manifest: dict[str, Any], shard_bytes: int = 2**30) -> Writer:
@@ -140,12 +193,29 @@ class Store:
     def open(cls, path: Path) -> Store:
         return cls(path)
 
+    def refresh(self) -> int:
+        """Take in what a writer has added since; returns how many samples. Their numbers follow on, those known keep theirs."""
+        file = self.path / "index.bin"
+        inode = file.stat().st_ino if file.is_file() else -1
+        if self._inode not in (-1, inode):
+            raise Eagle3Error(f"store {self.path}: its index was replaced while it was read. Open the store again.")
+        records = shards.read_records(file, skip=len(self.index))
+        good = shards.good_records(records)
+        last = int(good.nonzero()[0][-1]) + 1 if good.any() else 0  # what follows is being written, or was torn by a crash
+        if not good[:last].all():
+            raise Eagle3Error(f"store {self.path}: {last - int(good[:last].sum())} of {last:,} lines of its index are damaged or doubled. "
+                              "Run 02_extract again: it takes them out and asks for those samples again.")
+        self.index = np.concatenate([self.index, records[:last]]) if len(self.index) else records[:last]
+        self._inode = inode
+        return last
+
     def __len__(self) -> int:
         return len(self.index)
 
     @property
     def ids(self) -> list[str]:
-        return [bytes(i).hex() for i in self.index["id"]]
+        digits = self.index["id"].tobytes().hex()
+        return [digits[i : i + 32] for i in range(0, len(digits), 32)]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -154,22 +224,38 @@ class Store:
 
     @property
     def tokens(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.index["rows"].sum(dtype=np.int64))
 
     def read(self, i: int) -> Sample:
         """Sample i of the index, its checksums proved. Raises Eagle3Error that names sample and shard."""
+        import torch
+
         record = self.index[i]
-        span = slice(int(record["row"]), int(record["row"] + record["rows"]))
-        name = bytes(record["id"]).hex()
+        parts = self.read_parts(i)
+        packed = torch.frombuffer(parts["hidden"], dtype=_torch_dtype(self.manifest["store_dtype"]))
+        hidden = packed.view(int(record["rows"]), self.manifest["streams"], self.manifest["hidden_size"])
+        if "scale" in parts:
+            from eagle3lib import fp8
+
+            hidden = fp8.decode(hidden, torch.frombuffer(parts["scale"], dtype=torch.float32).view(hidden.shape[:2]),
+                                _torch_dtype(self.manifest["dtype"]))
+        return Sample(bytes(record["id"]).hex(), torch.frombuffer(parts["input_ids"], dtype=torch.int32).long(),
+                      torch.frombuffer(parts["loss_mask"], dtype=torch.uint8).bool(), hidden)
+
+    def read_parts(self, i: int) -> dict[str, bytearray]:
+        """The bytes of sample i as they lie on the disk, by part, their checksums proved."""
+        record = self.index[i]
+        rows, sizes = int(record["rows"]), layout(self.manifest)
+        parts = {name: bytearray(rows * each) for name, (_, _, each) in sizes.parts(rows).items()}
         try:
             shard = self._shard(int(record["shard"]))
-            sample = Sample(name, shard.get_slice("input_ids")[span].long(), shard.get_slice("loss_mask")[span].bool(),
-                            shard.get_slice("hidden")[span])
-        except (OSError, SafetensorError, ValueError, RuntimeError, IndexError) as error:
-            raise self._damaged(name, record, str(error)) from None
-        if _hidden_sum(sample) != record["hidden_xxh"] or _tokens_sum(sample) != record["tokens_xxh"]:
-            raise self._damaged(name, record, "its bytes differ from the checksum taken when it was written")
-        return sample
+            for name, out in parts.items():
+                shard.read(name, int(record["row"]), rows, out)
+        except (OSError, ValueError) as error:
+            raise self._damaged(record, str(error)) from None
+        if _hidden_sum(parts) != record["hidden_xxh"] or _tokens_sum(parts) != record["tokens_xxh"]:
+            raise self._damaged(record, "its bytes differ from the checksum taken when it was written")
+        return parts
 
     def __iter__(self) -> Iterator[Sample]:
         return (self.read(i) for i in range(len(self)))
@@ -182,139 +268,95 @@ class Store:
     def disk_bytes(self) -> int:
         return sum(f.stat().st_size for f in self.path.iterdir() if f.is_file())
 
-    def _shard(self, number: int) -> Any:
-        if number not in self._shards:
-            if len(self._shards) >= 64:  # bound the number of mappings
-                self._shards.pop(next(iter(self._shards)))
-            self._shards[number] = safe_open(self.path / _shard_name(number), framework="pt")
-        return self._shards[number]
+    def _shard(self, number: int) -> ShardReader:
+        with self._reading:
+            if number not in self._shards:
+                if len(self._shards) >= OPEN_SHARDS:
+                    self._shards.pop(next(iter(self._shards)))
+                self._shards[number] = ShardReader(self.path / shard_name(number), layout(self.manifest))
+            return self._shards[number]
 
-    def _damaged(self, name: str, record: Any, why: str) -> Eagle3Error:
-        return Eagle3Error(f"store {self.path}: sample {name} in {_shard_name(int(record['shard']))} is damaged: {why}. "
-                           "Delete the store and extract again (02_extract).")
-
-
-def _shard_name(number: int) -> str:
-    return f"shard-{number:05d}.safetensors"
+    def _damaged(self, record: Any, why: str) -> Eagle3Error:
+        return Eagle3Error(f"store {self.path}: sample {bytes(record['id']).hex()} in {shard_name(int(record['shard']))} is damaged: {why}. "
+                           f"`python -m eagle3lib store verify {self.path} --drop` takes every damaged sample out; 02_extract asks for them again.")
 
 
-def _hidden_sum(sample: Sample) -> int:
-    return xxhash.xxh3_64_intdigest(sample.hidden.contiguous().view(torch.uint8).numpy())
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    return torch.float8_e4m3fn if name == FP8 else getattr(torch, name)
 
 
-def _tokens_sum(sample: Sample) -> int:
-    ids = sample.input_ids.to(torch.int32).contiguous().numpy().tobytes()
-    return xxhash.xxh3_64_intdigest(ids + sample.loss_mask.to(torch.uint8).contiguous().numpy().tobytes())
+def _parts(sample: Sample, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The sample as buffers, part by part, as its shard will hold it."""
+    import torch
+
+    hidden, parts = sample.hidden, {}
+    if manifest["store_dtype"] == FP8:
+        from eagle3lib import fp8
+
+        hidden, scale = fp8.encode(hidden, sample.id)
+        parts["scale"] = _buffer(scale)
+    others = {"input_ids": sample.input_ids.to(torch.int32), "loss_mask": sample.loss_mask.to(torch.uint8)}
+    return {"hidden": _buffer(hidden), **parts, **{name: _buffer(part) for name, part in others.items()}}
+
+
+def _buffer(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    array: Any = tensor.contiguous().view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
+
+
+def _hidden_sum(parts: dict[str, Any]) -> int:
+    digest = xxhash.xxh3_64(parts["hidden"])
+    digest.update(parts.get("scale", b""))
+    return digest.intdigest()
+
+
+def _tokens_sum(parts: dict[str, Any]) -> int:
+    digest = xxhash.xxh3_64(parts["input_ids"])
+    digest.update(parts["loss_mask"])
+    return digest.intdigest()
 
 
 def _require_fits(sample: Sample, manifest: dict[str, Any]) -> None:
     tokens = len(sample.input_ids)
     wanted = (tokens, manifest["streams"], manifest["hidden_size"])
-    if tuple(sample.hidden.shape) != wanted or sample.hidden.dtype != DTYPES[manifest["dtype"]] or len(sample.loss_mask) != tokens:
-        raise Eagle3Error(f"sample {sample.id}: hidden states {tuple(sample.hidden.shape)} {sample.hidden.dtype}, mask of {len(sample.loss_mask)}; "
-                          f"the store takes {wanted} {manifest['dtype']}. Nothing is cast or cut here: extract it again.")
+    dtype = str(sample.hidden.dtype).removeprefix("torch.")
+    if tuple(sample.hidden.shape) != wanted or dtype != manifest["dtype"] or len(sample.loss_mask) != tokens or not tokens:
+        raise Eagle3Error(f"sample {sample.id}: hidden states {tuple(sample.hidden.shape)} {dtype}, mask of {len(sample.loss_mask)}; "
+                          f"the store takes {wanted} {manifest['dtype']}, one row or more. Nothing is cast or cut here: extract it again.")
     if sample.id != sample_id(sample.input_ids, sample.loss_mask):
         raise Eagle3Error(f"sample {sample.id}: its token ids and mask hash to {sample_id(sample.input_ids, sample.loss_mask)}; "
                           "they are another row's.")
 
 
-def _write_shard(path: Path, samples: list[Sample]) -> None:
-    temporary = path.with_suffix(".tmp")
-    save_file({"hidden": torch.cat([s.hidden for s in samples]),
-               "input_ids": torch.cat([s.input_ids for s in samples]).to(torch.int32),
-               "loss_mask": torch.cat([s.loss_mask for s in samples]).to(torch.uint8)}, temporary)
-    fsync(temporary)
-    os.replace(temporary, path)
-    fsync(path.parent)
-
-
-def _records(samples: list[Sample], shard: int) -> np.ndarray:
-    records = np.zeros(len(samples), RECORD)
-    row = 0
-    for record, sample in zip(records, samples, strict=True):
-        record["id"] = np.void(bytes.fromhex(sample.id))
-        record["shard"], record["row"], record["rows"] = shard, row, len(sample.input_ids)
-        record["hidden_xxh"], record["tokens_xxh"] = _hidden_sum(sample), _tokens_sum(sample)
-        record["crc"] = _crc(record)
-        row += len(sample.input_ids)
-    return records
-
-
-def _crc(record: np.void) -> int:
-    return zlib.crc32(record.tobytes()[:-4])
-
-
-def _append_records(path: Path, records: np.ndarray) -> None:
-    with path.open("ab") as index:
-        index.write(records.tobytes())
-        index.flush()
-        os.fsync(index.fileno())
-
-
-def _valid_records(path: Path) -> np.ndarray:
-    """The index up to a torn tail. A bad record with good ones behind it is damage, not a torn tail: an error."""
-    if not path.is_file() or path.stat().st_size < RECORD.itemsize:
-        return np.zeros(0, RECORD)
-    records = np.memmap(path, RECORD, mode="r", shape=(path.stat().st_size // RECORD.itemsize,))
-    good = len(records)
-    while good and records[good - 1]["crc"] != _crc(records[good - 1]):
-        good -= 1
-    return records[:good]
-
-
 def _recover(path: Path) -> np.ndarray:
-    """Remove what a crash left: a torn index tail, temporary files, shards that no record names."""
-    records = np.array(_valid_records(path / "index.bin"))
-    if (path / "index.bin").is_file():
-        os.truncate(path / "index.bin", records.nbytes)
-    named = {_shard_name(int(n)) for n in np.unique(records["shard"])}
+    """Remove what a crash left: torn, damaged or doubled index lines, temporary files, shards that no record names."""
+    records = shards.read_records(path / "index.bin")
+    good = shards.good_records(records)
+    torn = (path / "index.bin").is_file() and (path / "index.bin").stat().st_size % RECORD.itemsize
+    if torn or not good.all():
+        print(f"store: {len(records) - int(good.sum())} lines of the index were torn, damaged or doubled; they are taken out")
+        records = records[good]
+        shards.replace_records(path / "index.bin", records)
+    named = {shard_name(int(n)) for n in np.unique(records["shard"])}
     for file in path.glob("shard-*"):
         if file.name not in named:
             file.unlink()
     return records
 
 
-def _keep_or_write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    file = path / "store.json"
-    if not file.is_file():
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True))
-        fsync(temporary)
-        os.replace(temporary, file)
-        return
-    if differences := compare(json.loads(file.read_text()), manifest):
-        raise Eagle3Error(f"store {path} was made by another configuration; hidden states are never mixed. Use another run folder or delete it.\n"
-                          + "\n".join(f"  {line}" for line in differences))
-
-
-def compare(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """The fields in which two manifests (or fingerprints) differ, one readable line each."""
-    lines: list[str] = []
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            lines += compare(a, b, f"{prefix}{key}.")
-        elif a != b:
-            lines.append(f"{prefix}{key}: {a!r} there, {b!r} now")
-    return lines
-
-
-def _lock(path: Path) -> Any:
-    handle = (path / "lock").open("w")
+def lock(path: Path) -> Any:
+    """The store's lock, held until the handle is closed or its process ends. Eagle3Error when somebody holds it."""
+    handle = (path / "lock").open("a")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         handle.close()
         raise Eagle3Error(f"store {path}: another extraction is writing it now. Wait for it to end, or use another run folder.") from None
     return handle
-
-
-def fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _disk_error(path: Path, error: Exception) -> Eagle3Error:

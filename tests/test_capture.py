@@ -67,7 +67,7 @@ FAULTS = {
     "another request": (lambda f: put(f, states(), IDS, rid=f"{NONCE}-other"), f"{NONCE}-other"),
     "other layers": (lambda f: put(f, states(), IDS, layers="3,5,6"), "3,5,6"),
     "fewer streams": (lambda f: put(f, states()[:, :3], IDS), r"expected \[7, 4, 8\] bfloat16"),
-    "cast to float16": (lambda f: put(f, states().half(), IDS), "torch.float16"),
+    "cast to float16": (lambda f: put(f, states().half(), IDS), "F16 for 7 tokens"),
     "rows without tokens": (lambda f: put(f, states(), IDS[:4]), "for 4 tokens"),
     "empty": (lambda f: put(f, states()[:0], []), "for 0 tokens"),
     "NaN": (lambda f: put(f, one_nan(states()), IDS), "the last hidden state at row 6 has NaN"),

@@ -29,7 +29,7 @@ def shown(monkeypatch):
     lambda: plots.coverage_curve([1024, 4096], [0.9, 0.99], 2048),
     lambda: plots.coverage_curve([320], [1.0], 256),
     lambda: plots.dump_sizes([1e6, 2e6], 3_000_000, 3_000_100),
-    lambda: plots.throughput([0.0], [100]),
+    lambda: plots.throughput([(0.0, 100, 0.1)], 0.0),
     lambda: plots.parity({"r_2": {1: 0.5, 2: 0.01, 3: 0.4}, "last": {7: 0.9, 8: 0.02}}),
     lambda: plots.norm_profile({"r_2": [100.0, 1.0, 1.1, 1.0], "last": [1.0, 1.0, 1.0, 1.0]}),
     lambda: plots.acceptance_bars(BARS, 5),
