@@ -4,8 +4,9 @@
         engine.generate(prompts, rids=[engine.rid(name) for name in names], max_new_tokens=1, on_result=collect)
 
 `start` returns only a server that is proved to be ours, ready and capturing (see readiness). Afterwards a dead server is
-noticed within two seconds wherever somebody waits for it. The server's processes belong to a warden (see warden), so they
-end with this process however it ends. T: tokens of one prompt; layer ids are residual indices k, for r_k.
+noticed within two seconds wherever somebody waits for it; `generate` and `logprobs` then start it again, prove it again, and
+go on with what is not answered yet, at most max_restarts times. The server's processes belong to a warden (see warden), so
+they end with this process however it ends. T: tokens of one prompt; layer ids are residual indices k, for r_k.
 """
 
 from __future__ import annotations
@@ -19,97 +20,34 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
+from tqdm import tqdm
 
 from eagle3lib import capture, preflight, readiness, targets
 from eagle3lib.checks import Checks
 from eagle3lib.client import Client, Reply
-from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.errors import Eagle3Error
 from eagle3lib.runs import write_json
+from eagle3lib.settings import Settings, choose, dump_bytes
 
 WARDEN = Path(__file__).resolve().parent / "warden.py"
 STOP_S = 45.0  # the warden's own patience is shorter
-CPU_TOKENS = 16384  # KV cache of a CPU server, in tokens; SGLang would take a share of all memory
 TAIL_LINES = 15
 CAUSE = re.compile(r"^(?:\S*(?:Error|Exception)\b.*|.*(?:out of memory|NCCL error|CUDA error|Killed).*)$", re.MULTILINE)
-FORBIDDEN_ARGS = {"api_key", "admin_api_key", "ssl_keyfile", "enable_ssl_refresh", "tokenizer_path", "nnodes", "load_format"}
+MAX_RESTARTS = 2
+Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the server was asked to be. `arguments` is both its command line and what /server_info must show."""
-
-    target: Path
-    run_dir: Path
-    nonce: str
-    python: str
-    device: str  # "cpu" or "cuda"
-    dtype: str
-    port: int
-    capture_layers: list[int] | None
-    max_total_tokens: int | None
-    chunked_prefill_size: int | None
-    extra_args: list[str]
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        chosen: dict[str, Any] = {
-            "model_path": str(self.target), "served_model_name": self.nonce, "host": "127.0.0.1", "port": self.port,
-            "device": self.device, "dtype": self.dtype, "sampling_backend": "pytorch", "grammar_backend": "none",
-            "attention_backend": "torch_native" if self.device == "cpu" else "triton",
-            "skip_server_warmup": True, "log_level_http": "warning"}
-        if self.device == "cpu":
-            # sleep_on_idle: the scheduler would otherwise spin a whole core while it waits
-            chosen |= {"disable_cuda_graph": True, "disable_overlap_schedule": True, "sleep_on_idle": True, "mem_fraction_static": 0.3}
-        if self.capture_layers is not None:
-            chosen |= {"disable_radix_cache": True, "disable_cuda_graph": True, "disable_custom_all_reduce": True}
-        if self.max_total_tokens is not None:
-            chosen["max_total_tokens"] = self.max_total_tokens
-        if self.chunked_prefill_size is not None:
-            chosen["chunked_prefill_size"] = self.chunked_prefill_size
-        return chosen
-
-    @property
-    def command(self) -> list[str]:
-        words = [self.python, "-m", "sglang.launch_server"]
-        for name, value in self.arguments.items():
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-        return words + self.extra_args
-
-    def environment(self, dump_dir: Path | None, hidden_size: int, scratch: Path) -> dict[str, str]:
-        """scratch: a private TMPDIR, since SGLang leaves its socket files there; compile caches stay where they were."""
-        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-        # gRPC stays off, but SGLang refuses ports above 55535 unless that other port is named. /health tells the server's state
-        # only: its own test request is lost, and 503 the answer, when it arrives just as another one ends. Our probes are the test.
-        extra = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": compiled, "SGLANG_ENABLE_GRPC": "0", "SGLANG_GRPC_PORT": "1",
-                 "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-        if self.device == "cpu":
-            # Threads that wait for each other spin briefly, then sleep. SmolLM2, 64 requests, two cores: 279 tokens/s, 74 beside another
-            # busy process. With OMP_WAIT_POLICY=PASSIVE 93; spinning for milliseconds, as by default, 286, but 8 to 17 on a shared machine.
-            extra |= {"SGLANG_USE_CPU_ENGINE": "1", "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000")}
-        if self.capture_layers is not None:
-            extra |= {"SGLANG_HS_DUMP_DIR": str(dump_dir), "SGLANG_HS_NONCE": self.nonce, "SGLANG_HS_HIDDEN_SIZE": str(hidden_size),
-                      "SGLANG_HS_LAYERS": ",".join(map(str, self.capture_layers))}
-        return preflight.engine_environment(extra)
-
-    def require_sensible(self) -> None:
-        named = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in self.extra_args if word.startswith("--")}
-        if taken := sorted(named & (self.arguments.keys() | FORBIDDEN_ARGS)):
-            raise ParamError(f"engine arguments {', '.join(taken)}: these are set by the engine itself; take them out of extra_args.")
-        if self.dtype not in capture.DTYPES:
-            raise ParamError(f"engine dtype {self.dtype!r}: one of {', '.join(capture.DTYPES)} is wanted.")
-        depth = targets.text_config(self.target).num_hidden_layers
-        if (ks := self.capture_layers) is not None and not (ks and ks == sorted(set(ks)) and 0 < ks[0] and ks[-1] < depth):
-            raise ParamError(f"capture layers {ks}: ascending residual indices between 1 and {depth - 1} are wanted for a target of "
-                             f"{depth} layers.")
+class ServerDied(Eagle3Error):
+    """A process of the server has ended although nobody asked it to."""
 
 
 class Engine:
@@ -117,17 +55,29 @@ class Engine:
 
     url, port, pid (of the launcher), nonce, log_path, dump_dir (None without capture), handshake (of the writing rank),
     server_info (the server's own resolved arguments), checks (what was proved), seconds ({"listening", "proved"}),
-    versions (of the engine's interpreter).
+    versions (of the engine's interpreter), restarts (what each restart was for). A restart or `switch` renews most of them.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, start_timeout_s: float = 300, max_restarts: int = MAX_RESTARTS):
+        if not (settings.target / "config.json").is_file():
+            raise Eagle3Error(f"engine target {settings.target}: no such model folder, or no config.json in it. Give the folder of a model.")
         config = targets.text_config(settings.target)
-        self.settings, self.hidden_size = settings, int(config.hidden_size)
-        self.nonce, self.port, self.url = settings.nonce, settings.port, f"http://127.0.0.1:{settings.port}"
+        self.hidden_size, self.vocab_size = int(config.hidden_size), int(config.vocab_size)
         self.log_path = settings.run_dir / "engine.log"
-        self.dump_dir = preflight.dump_base() / settings.nonce if settings.capture_layers is not None else None
-        self.client = Client(self.url, int(config.vocab_size), self.require_alive)
-        self.checks, self.handshake, self.server_info = Checks(), {}, {}
+        self.start_timeout_s, self.max_restarts, self.restarts = start_timeout_s, max_restarts, list[str]()
+        self._port_wanted, self.generation, self._looking = settings.port, 0, threading.Lock()
+        self._begin(settings)
+
+    def _begin(self, settings: Settings) -> None:
+        """Become a new server, not started yet: a nonce, a port and a dump folder of its own."""
+        nonce, port = secrets.token_hex(8), self._port_wanted or preflight.free_port()
+        self.settings = settings = replace(settings, nonce=nonce, port=port)
+        self.nonce, self.port, self.url = nonce, port, f"http://127.0.0.1:{port}"
+        self.dump_dir = preflight.dump_base() / nonce if settings.capture_layers is not None else None
+        self.generation += 1
+        generation = self.generation
+        self.client = Client(self.url, self.vocab_size, lambda: self.require_alive(generation))
+        self.checks, self.handshake, self.server_info = Checks(), dict[str, Any](), dict[str, Any]()
         self.versions: dict[str, str] = {}  # of the engine's interpreter
         self.seconds: dict[str, float] = {}
         self.pid, self.started = 0, time.monotonic()
@@ -136,53 +86,78 @@ class Engine:
         self._warden: subprocess.Popen[bytes] | None = None
         self._processes: list[psutil.Process] = []
         self._exit_code: int | None = None
+        self._fingerprint: dict[str, Any] = {}
 
     # ---- start ----
 
     @classmethod
     def start(cls, target: Path, run_dir: Path, *, capture_layers: Sequence[int] | None = None, device: str = "auto",
-              dtype: str = "bfloat16", python: str = "", port: int = 0, start_timeout_s: float = 300,
-              max_total_tokens: int | None = None, chunked_prefill_size: int | None = None, extra_args: Sequence[str] = ()) -> Engine:
+              dtype: str = "bfloat16", python: str = "", port: int = 0, start_timeout_s: float = 300, max_restarts: int = MAX_RESTARTS,
+              max_total_tokens: int | None = None, chunked_prefill_size: int | None = None, extra_args: Sequence[str] = (),
+              versions: Sequence[str] = ()) -> Engine:
         """Start a server and prove it. Eagle3Error (or ParamError, CheckFailed) says what is wrong; nothing is left behind then.
 
         capture_layers: residual indices to capture, or None for a plain server. port 0: a free one. python "": this one.
-        max_total_tokens: KV cache in tokens; None: 16384 on a CPU, SGLang's choice on a GPU. start_timeout_s: for all of it.
+        max_total_tokens: KV cache in tokens; None: 16384 on a CPU, SGLang's choice on a GPU. start_timeout_s: for each start.
+        max_restarts: times that a server which died is started again. versions: what `python` must have ("sglang==0.5.14").
         """
         run_dir = Path(run_dir).resolve()
         run_dir.mkdir(parents=True, exist_ok=True)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if max_total_tokens is None and device == "cpu":
-            max_total_tokens = CPU_TOKENS
-        engine = cls(Settings(
-            target=Path(target).resolve(), run_dir=run_dir, nonce=secrets.token_hex(8), python=_absolute(python) or sys.executable,
-            device=device, dtype=dtype, port=port or preflight.free_port(), max_total_tokens=max_total_tokens,
-            capture_layers=None if capture_layers is None else list(capture_layers), chunked_prefill_size=chunked_prefill_size,
-            extra_args=list(extra_args)))
-        engine._preflight()
-        try:
-            engine._launch()
-            readiness.prove(engine, start_timeout_s)
-            engine._record("running")
-        except BaseException:
-            engine.stop()
-            raise
+        engine = cls(choose(target, run_dir, capture_layers=capture_layers, device=device, dtype=dtype, python=python, port=port,
+                            max_total_tokens=max_total_tokens, chunked_prefill_size=chunked_prefill_size, extra_args=extra_args,
+                            versions=versions), start_timeout_s, max_restarts)
+        engine._start()
         return engine
+
+    def _start(self) -> None:
+        self._preflight()
+        try:
+            self._launch()
+            readiness.prove(self, self.start_timeout_s)
+            self._record("running")
+        except BaseException:
+            self.stop()
+            raise
+
+    def restart(self, why: str = "asked for") -> None:
+        """Stop what is left of the server and start it again with the same settings, proved as before.
+
+        Eagle3Error when that was done max_restarts times already, or when the new server would not compute the same states.
+        """
+        if len(self.restarts) >= self.max_restarts:
+            first, *rest = why.splitlines()
+            raise Eagle3Error("\n".join([f"{first} It was restarted {len(self.restarts)} times, which is the limit (max_restarts).", *rest]))
+        self.restarts.append(why.splitlines()[0])
+        before = self.fingerprint
+        tqdm.write(f"engine: restart {len(self.restarts)} of at most {self.max_restarts}: {self.restarts[-1]}")
+        self.switch(self.settings.capture_layers)
+        if self.fingerprint != before:
+            self.stop()
+            changed = sorted(name for name in before if before[name] != self.fingerprint[name])
+            raise Eagle3Error(f"engine: after its restart the server differs in {', '.join(changed)}; its states must not be mixed with "
+                              "those before. Start the stage again in a new run.")
+
+    def switch(self, capture_layers: Sequence[int] | None) -> None:
+        """Stop this server, clear its shared memory, and start it again in the other mode: capturing these layers, or None."""
+        self.stop()
+        self._begin(replace(self.settings, capture_layers=None if capture_layers is None else list(capture_layers)))
+        self._start()
 
     def _preflight(self) -> None:
         settings = self.settings
         settings.require_sensible()
-        self.versions = preflight.interpreter(settings.python, settings.run_dir)["versions"]
+        self.versions = preflight.interpreter(settings.python, settings.run_dir, settings.versions)["versions"]
         if (old := preflight.leftover(settings.run_dir)).get("alive"):
             raise Eagle3Error(f"engine: another server of this run is alive: {preflight.describe_process(old['alive'][0])}, port "
                               f"{old['port']}. Stop it (engine.stop(), or end the notebook that started it), or take another run folder.")
         preflight.clean_leftover(settings.run_dir)
         preflight.require_port_free(self.port)
         if self.dump_dir:
-            tokens = settings.max_total_tokens or 4 * CPU_TOKENS
-            row = (len(settings.capture_layers or []) + 1) * self.hidden_size * capture.DTYPES[settings.dtype].itemsize
-            preflight.require_room(self.dump_dir, tokens * row, "engine dump folder", f"That holds {tokens:,} tokens under way; free some, "
+            needed = dump_bytes(settings, self.hidden_size)
+            preflight.require_room(self.dump_dir, needed, "engine dump folder", "That is what is under way at most; free some, "
                                    "or set SGLANG_HS_DUMP_DIR to a larger place (Docker: --shm-size).")
+            if not settings.high_water:  # half of what is free, so that the other half takes what is under way when the server stops
+                self.settings = replace(settings, high_water=max(needed, preflight.free_bytes(self.dump_dir) // 2))
 
     def _launch(self) -> None:
         if self.dump_dir:
@@ -191,11 +166,13 @@ class Engine:
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self.started = time.monotonic()
         order = {"owner": os.getpid(), "command": self.settings.command, "cwd": str(self.settings.run_dir), "log": str(self.log_path),
-                 "remove": [str(folder) for folder in (self.dump_dir, self._scratch) if folder]}
+                 "remove": [str(folder) for folder in (self.dump_dir, self._scratch) if folder],
+                 "note": str(self._scratch / preflight.SHM_NOTE)}
         environment = self.settings.environment(self.dump_dir, self.hidden_size, self._scratch)
         with self.log_path.open("ab") as log:
             self._warden = subprocess.Popen([sys.executable, "-I", str(WARDEN)], bufsize=0, stdin=subprocess.PIPE,
                                             stdout=subprocess.PIPE, stderr=log, start_new_session=True, env=environment)
+        assert self._warden.stdin and self._warden.stdout
         self._warden.stdin.write(json.dumps(order).encode() + b"\n")
         answer = self._warden.stdout.readline()
         if not answer:
@@ -222,9 +199,10 @@ class Engine:
         """engine.json: what of ours is running, so that a later run can find and clean it."""
         processes = [{"pid": p.pid, "created": p.create_time()} for p in self._processes if p.is_running()]
         write_json(self.settings.run_dir / "engine.json", {
-            "state": state, "nonce": self.nonce, "port": self.port, "pid": self.pid, "processes": processes,
+            "state": state, "nonce": self.nonce, "port": self.port, "pid": self.pid, "process_group": self.pid, "processes": processes,
             "command": self.settings.command, "log": str(self.log_path), "dump_dir": self.dump_dir and str(self.dump_dir),
-            "seconds": self.seconds, "checks": self.checks.records})
+            "scratch": self._scratch and str(self._scratch), "seconds": self.seconds, "restarts": self.restarts,
+            "checks": self.checks.records})
 
     # ---- is it alive? ----
 
@@ -235,22 +213,32 @@ class Engine:
         except psutil.NoSuchProcess:
             return set()
 
-    def require_alive(self) -> None:
-        """Eagle3Error with exit code, cause and log tail when a process of the server has ended."""
-        if self._warden is None:
+    def require_alive(self, generation: int = 0) -> None:
+        """ServerDied with exit code, cause and log tail when a process of the server has ended.
+
+        generation: of the server that the caller talks to; one before a restart is dead. 0: whichever is there now.
+        """
+        if generation not in (0, self.generation) or self._warden is None:
             raise Eagle3Error("engine: it was stopped; start another one.")
+        with self._looking:  # several threads ask, and the warden says it once
+            self._look()
+
+    def _look(self) -> None:
         dead = next((p for p in self._processes if not _alive(p)), None)
         patience = 1.0 if dead is not None and dead.pid == self.pid else 0.0  # the warden is about to tell how it ended
-        if self._exit_code is None and select.select([self._warden.stdout], [], [], patience)[0]:
-            self._exit_code = json.loads(self._warden.stdout.readline() or b'{"exit": -9}')["exit"]
-        if self._exit_code is None and dead is None:
-            return
-        ended = f"the server ended with exit code {self._exit_code}"
-        what = ended if self._exit_code is not None else f"process {dead.pid} of the server is dead"
+        said = self._warden.stdout if self._warden else None  # another thread may be stopping the server
+        if self._exit_code is None and said and select.select([said], [], [], patience)[0]:
+            self._exit_code = json.loads(said.readline() or b'{"exit": -9}')["exit"]
+        if self._exit_code is not None:
+            raise self._death(f"the server ended with exit code {self._exit_code}")
+        if dead is not None:
+            raise self._death(f"process {dead.pid} of the server is dead")
+
+    def _death(self, what: str) -> ServerDied:
         causes = CAUSE.findall(self._log())
         cause = f"; last error in its log: {causes[-1].strip()[:300]}" if causes else ""
         seconds = time.monotonic() - self.started
-        raise Eagle3Error(f"engine: {what} {seconds:.0f} s after its start{cause}. Log: {self.log_path}\n{self.log_tail()}")
+        return ServerDied(f"engine: {what} {seconds:.0f} s after its start{cause}. Log: {self.log_path}\n{self.log_tail()}")
 
     def _log(self) -> str:
         try:
@@ -273,6 +261,7 @@ class Engine:
 
         rids: request ids, one a prompt; those of `rid` are dumped in capture mode (read them under reply.rid).
         stop_token_ids: end tokens beside the target's own. progress: the label of the bar, None for none.
+        Should the server die, it is started again and asked for what on_result has not dealt with: each index once, in all.
         """
         names = list(rids) if rids is not None else [f"eagle3-{secrets.token_hex(8)}-{i}" for i in range(len(input_ids))]
         if len(set(names)) != len(input_ids):
@@ -280,32 +269,64 @@ class Engine:
         params: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         if stop_token_ids:
             params["stop_token_ids"] = list(stop_token_ids)
-        return self.client.generate_all(input_ids, names, params, concurrency, progress, on_result)
+        asked, replies = self.nonce, dict[int, Reply]()
+
+        def remaining() -> None:
+            todo = [i for i in range(len(input_ids)) if i not in replies]
+            now = [names[i].replace(asked, self.nonce, 1) for i in todo]  # after a restart the nonce is another one
+
+            def arrived(n: int, reply: Reply) -> None:
+                if on_result:
+                    on_result(todo[n], reply)
+                replies[todo[n]] = reply
+
+            self.client.generate_all([input_ids[i] for i in todo], now, params, concurrency, progress, arrived)
+
+        self._surviving(remaining)
+        return [replies[i] for i in range(len(input_ids))]
+
+    def _surviving(self, work: Callable[[], Result]) -> Result:
+        """Do the work; when the server dies under it, restart the server and do what `work` then finds undone."""
+        while True:
+            try:
+                return work()
+            except ServerDied as death:
+                self.restart(str(death))
 
     def logprobs(self, input_ids: list[int], top_k: int = 5, rid: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The engine's own top-k log-probabilities at every position: values [T, k] float32, token ids [T, k] int64.
 
-        Row t is the distribution of token t+1. With a request id of `rid` the same forward pass is dumped too.
+        Row t is the distribution of token t+1. With a request id of `rid` the same forward pass is dumped too; a server that dies
+        meanwhile is then an error, as its dumps are gone with it.
         """
-        return self.client.logprobs(list(input_ids), rid or f"eagle3-{secrets.token_hex(8)}", top_k)
+        if rid is not None:
+            return self.client.logprobs(list(input_ids), rid, top_k)
+        return self._surviving(lambda: self.client.logprobs(list(input_ids), f"eagle3-{secrets.token_hex(8)}", top_k))
 
     def rid(self, name: str) -> str:
         """The request id under which this server dumps the request. name: letters, digits, - and _ (a sample id)."""
-        if self.dump_dir is None:
-            raise Eagle3Error("engine: this server does not capture; start it with capture_layers.")
+        self._folder()
         return capture.dump_rid(self.nonce, name)
 
-    def read_dump(self, rid: str, input_ids: list[int]) -> torch.Tensor:
+    def read_dump(self, rid: str, input_ids: list[int], timeout_s: float = capture.WAIT_S) -> torch.Tensor:
         """Hidden states [T, A+1, H] of a dumped request, checked (see capture.read_dump), in the engine's dtype."""
-        return capture.read_dump(self.dump_dir, rid, input_ids, self.handshake, look=self.require_alive)
+        return capture.read_dump(self._folder(), rid, input_ids, self.handshake, timeout_s=timeout_s, look=self.require_alive)
 
     def delete_dump(self, rid: str) -> None:
-        capture.delete_dump(self.dump_dir, rid)
+        capture.delete_dump(self._folder(), rid)
 
-    @cached_property
+    def _folder(self) -> Path:
+        if self.dump_dir is None:
+            raise Eagle3Error("engine: this server does not capture; start it with capture_layers.")
+        return self.dump_dir
+
+    @property
     def fingerprint(self) -> dict[str, Any]:
         """Everything that makes a hidden state of this server what it is. Two runs may be mixed only if these are equal."""
-        info = self.server_info
+        self._fingerprint = self._fingerprint or self._describe(self.server_info)
+        return self._fingerprint
+
+    def _describe(self, info: dict[str, Any]) -> dict[str, Any]:
         return {"engine": f"sglang {info['version']}", "torch": self.versions["torch"],
                 "plugin_sha256": self.handshake.get("plugin_sha256"),
                 **{name: info[name] for name in ("device", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "tp_size")},
@@ -330,6 +351,7 @@ class Engine:
             raise Eagle3Error(f"engine: {', '.join(preflight.describe_process(p.pid) for p in left)} did not end; kill it by hand.")
 
     def _end(self, warden: subprocess.Popen[bytes]) -> None:
+        assert warden.stdin and warden.stdout
         try:
             warden.stdin.write(b"stop\n")  # said, not only closed: a fork of this process may hold the pipe open
             warden.stdin.close()
@@ -347,11 +369,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _absolute(python: str) -> str:
-    """A path made absolute, since the server runs in the run folder; its links are kept, since a venv is one. A name stays."""
-    return os.path.abspath(os.path.expanduser(python)) if "/" in python else python
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -8,21 +8,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+from packaging.requirements import InvalidRequirement, Requirement
 
 from eagle3lib import redact
-from eagle3lib.errors import Eagle3Error
+from eagle3lib.errors import Eagle3Error, ParamError
 
 PLUGIN_DIR = Path(__file__).resolve().parent / "sglang_plugin"
 PLUGIN = "eagle3_capture"  # the name of its entry point
+SHM_NOTE = "eagle3-shm.json"  # in the server's scratch folder: what its processes hold in /dev/shm, as the warden saw it
+SHM = Path("/dev/shm")
 # Runs in the engine's interpreter. Looks sglang up without importing it: that alone takes seconds.
 PROBE = """
 import importlib.metadata as metadata, importlib.util, json, os, platform, sys
@@ -51,10 +56,11 @@ def engine_environment(extra: dict[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "SGLANG_PLUGINS": PLUGIN, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **extra}
 
 
-def interpreter(python: str, cwd: Path) -> dict[str, Any]:
+def interpreter(python: str, cwd: Path, wanted: Sequence[str] = ()) -> dict[str, Any]:
     """What the interpreter that will run the server can see: {"executable", "launcher", "plugins", "versions"}.
 
     cwd: the folder that the server will run in; it is on Python's search path there, so it must be here too.
+    wanted: requirements on sglang, torch, transformers, safetensors or python, as pip writes them.
     """
     found = _ask_interpreter(python, cwd)
     versions = ", ".join(f"{name} {version or 'absent'}" for name, version in found["versions"].items())
@@ -64,7 +70,22 @@ def interpreter(python: str, cwd: Path) -> dict[str, Any]:
     if PLUGIN not in found["plugins"]:
         raise Eagle3Error(f"engine interpreter {python}: it does not see the capture plugin's entry point {PLUGIN!r} in {PLUGIN_DIR} "
                           f"(found: {found['plugins']}; {versions}). Is that folder complete and readable?")
+    for text in wanted:
+        _require_version(python, found["versions"], text)
     return found
+
+
+def _require_version(python: str, found: dict[str, str | None], text: str) -> None:
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement as error:
+        raise ParamError(f"engine versions: {text!r} is no requirement ({str(error).splitlines()[0]}); write for example sglang==0.5.14.") from None
+    if requirement.name not in found:
+        raise ParamError(f"engine versions: {requirement.name!r} is not looked at; name one of {', '.join(found)}.")
+    version = found[requirement.name]
+    if version is None or not requirement.specifier.contains(version, prereleases=True):
+        raise Eagle3Error(f"engine interpreter {python}: it has {requirement.name} {version or 'not at all'}; wanted: {requirement}. "
+                          "Install that version there, or set engine_python to the interpreter that has it.")
 
 
 def _ask_interpreter(python: str, cwd: Path) -> dict[str, Any]:
@@ -132,36 +153,48 @@ def describe_process(pid: int | None) -> str:
 
 def dump_base() -> Path:
     """The folder under which each server run gets its own dump folder: $SGLANG_HS_DUMP_DIR, else shared memory."""
-    shm = Path("/dev/shm")
-    return Path(os.environ.get("SGLANG_HS_DUMP_DIR") or (shm if shm.is_dir() else Path.home() / ".cache") / "sglang_hs")
+    return Path(os.environ.get("SGLANG_HS_DUMP_DIR") or (SHM if SHM.is_dir() else Path.home() / ".cache") / "sglang_hs")
 
 
 def require_room(folder: Path, needed: int, what: str, way_out: str) -> None:
-    """needed: bytes. The nearest existing parent of `folder` tells the file system."""
-    place = folder
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    """needed: bytes. Eagle3Error when the file system of `folder` has less."""
+    free = free_bytes(folder)
     if free < needed:
         raise Eagle3Error(f"{what}: {folder} has {free / 1e6:,.0f} MB free, {needed / 1e6:,.0f} MB are needed. {way_out}")
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes of the file system of `folder`, which need not exist yet."""
+    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
 
 
 # ---- an earlier engine of the same run ----
 
 
 def leftover(run_dir: Path) -> dict[str, Any]:
-    """The record of an engine of this run that is still alive or has left a dump folder; {} when all is clean.
+    """The record of an engine of this run that is still alive or has left something behind; {} when all is clean.
 
-    Only what `engine.json` recorded as ours is looked at. Adds "alive": [process ids].
+    Only what `engine.json`, and the warden's note that it points to, recorded as ours is looked at. Adds "alive": [process
+    ids] and "files": [dump folder, scratch folder, files in shared memory] that are there.
     """
-    path = Path(run_dir) / "engine.json"
     try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
+        record = json.loads((Path(run_dir) / "engine.json").read_text())
+        alive = [p["pid"] for p in record.get("processes", []) if same_process(p)]
+        folders = [Path(record[name]) for name in ("dump_dir", "scratch") if record.get(name)]
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
-    alive = [p["pid"] for p in record.get("processes", []) if same_process(p)]
-    folder = record.get("dump_dir")
-    return {**record, "alive": alive} if alive or (folder and Path(folder).exists()) else {}
+    files = _shm_files(folders[-1] / SHM_NOTE) if record.get("scratch") else []
+    files += [folder for folder in folders if _is_ours(folder, record.get("nonce", ""))]
+    return {**record, "alive": alive, "files": files} if alive or files else {}
+
+
+def _shm_files(note: Path) -> list[Path]:
+    """Files in shared memory of that server that are still the very same (by inode)."""
+    try:
+        noted = json.loads(note.read_text())
+        return [SHM / name for name, inode in noted.items() if "/" not in name and (SHM / name).stat().st_ino == inode]
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 def same_process(recorded: dict[str, Any]) -> bool:
@@ -174,9 +207,9 @@ def same_process(recorded: dict[str, Any]) -> bool:
 
 
 def clean_leftover(run_dir: Path) -> list[str]:
-    """End the recorded processes of an earlier engine of this run and delete its dump folder. Says what was done."""
+    """End the recorded processes of an earlier engine of this run and delete its files. Says what was done."""
     record = leftover(run_dir)
-    victims = [psutil.Process(pid) for pid in record.get("alive", [])]
+    victims = [psutil.Process(pid) for pid in record.get("alive", []) if psutil.pid_exists(pid)]
     for number in ("terminate", "kill"):
         for process in victims:
             try:
@@ -184,12 +217,13 @@ def clean_leftover(run_dir: Path) -> list[str]:
             except psutil.NoSuchProcess:
                 continue
         _, victims = psutil.wait_procs(victims, timeout=10)
-    done = [f"ended process {pid}" for pid in record.get("alive", [])]
-    if (folder := record.get("dump_dir")) and _is_dump_folder(Path(folder), record["nonce"]):
-        shutil.rmtree(folder, ignore_errors=True)
-        done.append(f"deleted {folder}")
-    return done
+    for path in record.get("files", []):  # those in shared memory first: their note lies in the scratch folder
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    return [f"ended process {pid}" for pid in record.get("alive", [])] + [f"deleted {path}" for path in record.get("files", [])]
 
 
-def _is_dump_folder(folder: Path, nonce: str) -> bool:
-    return folder.is_dir() and not folder.is_symlink() and folder.name == nonce and len(nonce) >= 8
+def _is_ours(folder: Path, nonce: str) -> bool:
+    """A dump folder bears its server's nonce as name; a scratch folder is a private one of this user, named by mkdtemp."""
+    if not folder.is_dir() or folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return False
+    return (len(nonce) >= 8 and folder.name == nonce) or re.fullmatch(r"eagle3-[a-z0-9_]{8}", folder.name) is not None

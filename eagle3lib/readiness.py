@@ -1,28 +1,30 @@
 """Readiness: why we believe that the server is ours, ready, and capturing. One named check for each reason.
 
 "Health says yes" is not among the reasons: a stale or foreign server says yes too. The order is from the outside in: the
-process lives, its socket is *its*, it knows our nonce, it serves what we asked, the plugin inside it said so, and one
-real request came through and left a dump that checks out. A failed check ends the start with its name.
+process lives, its socket is *its*, it knows our nonce, it serves what we asked, the plugin inside it said so, and real
+requests came through and left dumps that check out (see probes). A failed check ends the start with its name.
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import requests
 from tqdm import tqdm
 
-from eagle3lib import capture, preflight, redact
+from eagle3lib import capture, preflight, probes, redact
 from eagle3lib.errors import CheckFailed, Eagle3Error
+from eagle3lib.probes import require
 
 if TYPE_CHECKING:
     from eagle3lib.engine import Engine
 
 LOOK_S = 0.2
 SLOWEST_LOOK_S = 30.0  # for one of the small requests below
-PROBE = [3, 10, 17, 24, 31, 38, 45, 52, 59, 66, 73, 80]  # token ids that every vocabulary has
 FASTEST_LOAD = 20e9  # bytes/s; no disk, page cache and bus of today load weights faster
 FASTEST_START_S = 2.0  # importing SGLang alone takes longer
 # What the log shows last says what the server is doing; the latest phase first.
@@ -52,6 +54,7 @@ class Status:
 def prove(engine: Engine, timeout_s: float) -> None:
     """Return when every check has passed; raise CheckFailed or Eagle3Error, with the log's tail, when one has not."""
     deadline, status = engine.started + timeout_s, Status(engine.started)
+    reference = probes.start_reference(engine) if engine.dump_dir else None
     try:
         _await_socket(engine, deadline, status)
         engine.adopt_children()
@@ -61,8 +64,8 @@ def prove(engine: Engine, timeout_s: float) -> None:
         _prove_arguments(engine, deadline)
         if engine.dump_dir:
             _prove_handshake(engine, deadline)
-        status.show("sending a probe")
-        _prove_probe(engine)
+        status.show("sending probes")
+        _watched(engine, deadline, lambda: probes.prove(engine, reference) if reference else _prove_answers(engine))
         _prove_still(engine)
         engine.seconds["proved"] = round(time.monotonic() - engine.started, 1)
         status.show(f"ready on port {engine.port}" + (f", capturing layers {engine.settings.capture_layers}" if engine.dump_dir else ""))
@@ -74,18 +77,22 @@ def prove(engine: Engine, timeout_s: float) -> None:
         status.close()
 
 
-def _check(engine: Engine, name: str, passed: bool, measured: Any, limit: Any, protects: str) -> None:
-    check = engine.checks.add(f"engine.{name}", passed, measured, limit, protects, f"See {engine.log_path}.")
-    if not passed:
-        raise CheckFailed(f"engine not ready: check {check.line()} Protects against: {protects}.\n{engine.log_tail()}")
-
-
 def _in_time(engine: Engine, deadline: float, doing: str) -> None:
     engine.require_alive()
     if time.monotonic() > deadline:
         seconds = time.monotonic() - engine.started
         raise Eagle3Error(f"engine not ready: still {doing} {seconds:.0f} s after the start, which is past start_timeout_s. "
                           f"Raise it if the weights are large. Log: {engine.log_path}\n{engine.log_tail()}")
+
+
+def _watched(engine: Engine, deadline: float, probing: Callable[[], None]) -> None:
+    """Probe in a thread, so that a server which takes a request and never answers, or dies over it, ends at once or at the limit."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="probes")
+    future = pool.submit(probing)
+    pool.shutdown(wait=False)
+    while not wait([future], timeout=LOOK_S).done:
+        _in_time(engine, deadline, "waiting for the answer to a probe")
+    future.result()
 
 
 # ---- our process, our socket ----
@@ -103,8 +110,8 @@ def _await_socket(engine: Engine, deadline: float, status: Status) -> None:
 def _prove_socket(engine: Engine) -> None:
     engine.require_alive()
     foreign = preflight.holders(engine.port) - engine.own_pids()
-    _check(engine, "socket", not foreign, "; ".join(map(preflight.describe_process, foreign)) or f"process tree of {engine.pid}",
-           f"port {engine.port} held by our own processes only", "a stale or foreign server that answers in place of ours")
+    require(engine, "socket", not foreign, "; ".join(map(preflight.describe_process, foreign)) or f"process tree of {engine.pid}",
+            f"port {engine.port} held by our own processes only", "a stale or foreign server that answers in place of ours")
 
 
 def _answers(port: int) -> bool:
@@ -148,10 +155,10 @@ def _ask(engine: Engine, path: str, deadline: float) -> Any:
 def _prove_identity(engine: Engine, deadline: float) -> None:
     models = _ask(engine, "/v1/models", deadline)
     names = [model.get("id") for model in models.get("data", [])] if isinstance(models, dict) else models
-    _check(engine, "nonce", names == [engine.nonce], names, [engine.nonce], "a server of an earlier run or of somebody else")
+    require(engine, "nonce", names == [engine.nonce], names, [engine.nonce], "a server of an earlier run or of somebody else")
     info = _ask(engine, "/model_info", deadline)
     path, wanted = (info.get("model_path") if isinstance(info, dict) else info), str(engine.settings.target)
-    _check(engine, "model", path == wanted, path, wanted, "another model's hidden states")
+    require(engine, "model", path == wanted, path, wanted, "another model's hidden states")
 
 
 def _prove_arguments(engine: Engine, deadline: float) -> None:
@@ -163,54 +170,47 @@ def _prove_arguments(engine: Engine, deadline: float) -> None:
 def _prove_equal(engine: Engine, name: str, found: dict[str, Any], wanted: dict[str, Any], protects: str) -> None:
     """Each value in wanted is in found; the check's record shows only those that differ."""
     wrong = {key: found.get(key, "absent") for key in wanted if found.get(key, "absent") != wanted[key]}
-    _check(engine, name, not wrong, wrong or f"all {len(wanted)} as asked", {key: wanted[key] for key in wrong} or "as asked", protects)
+    require(engine, name, not wrong, wrong or f"all {len(wanted)} as asked", {key: wanted[key] for key in wrong} or "as asked", protects)
 
 
 # ---- the plugin inside it ----
 
 
 def _prove_handshake(engine: Engine, deadline: float) -> None:
-    handshakes = capture.read_handshakes(engine.dump_dir)
-    _check(engine, "handshake", len(handshakes) == 1, f"{len(handshakes)} writing ranks", "1 writing rank",
-           "a capture that was never active (SGLang only logs a plugin that fails)")
+    assert engine.dump_dir
+    handshakes: list[dict[str, Any]] = []
+    try:
+        handshakes = capture.read_handshakes(engine.dump_dir)
+    except ValueError as error:
+        require(engine, "handshake", False, f"no JSON ({error})", "1 writing rank", "a plugin that is not ours")
+    except Eagle3Error as error:
+        raise CheckFailed(f"engine not ready: check engine.handshake: {error} Log: {engine.log_path}\n{engine.log_tail()}") from None
+    require(engine, "handshake", len(handshakes) == 1, f"{len(handshakes)} writing ranks", "1 writing rank",
+            "a capture that was never active (SGLang only logs a plugin that fails)")
     engine.handshake = handshakes[0]
     wanted = {"nonce": engine.nonce, "layers": engine.settings.capture_layers, "hidden_size": engine.hidden_size,
               "dtype": engine.settings.dtype, "tp_size": engine.server_info["tp_size"], "sglang": engine.server_info["version"]}
     _prove_equal(engine, "capture", engine.handshake, wanted, "layer ids off by one, or states of another shape or dtype")
     own = engine.handshake["pid"] in engine.own_pids()
-    _check(engine, "writer", own, f"process {engine.handshake['pid']}", "a process of ours", "a handshake that another server left")
+    require(engine, "writer", own, f"process {engine.handshake['pid']}", "a process of ours", "a handshake that another server left")
 
 
-# ---- one real request ----
+# ---- real requests ----
 
 
-def _prove_probe(engine: Engine) -> None:
-    """Two probes, so that a single yes that flips back is not enough; the first one's dump is read and checked."""
-    replies = []
+def _prove_answers(engine: Engine) -> None:
+    """Without the capture: two answers, so that a single yes that flips back is not enough."""
+    tokens = []
     for name in ("probe-1", "probe-2"):
-        rid = engine.rid(name) if engine.dump_dir else f"{name}-{engine.nonce}"
-        reply = engine.client.generate(PROBE, rid, {"temperature": 0, "max_new_tokens": 1})
-        _check(engine, "probe", len(reply.output_ids) == 1, reply.error or f"{len(reply.output_ids)} token", "1 token",
-               "a server that is healthy but fails every request")
-        replies.append(reply)
-    tokens = [reply.output_ids for reply in replies]
-    _check(engine, "same again", tokens[0] == tokens[1], tokens, "the same greedy token twice", "a server that is not itself: no greedy "
-           "answer, or two servers behind one port")
-    if engine.dump_dir:
-        _prove_dump(engine, replies[0].rid)
-        for reply in replies:
-            engine.delete_dump(reply.rid)
-
-
-def _prove_dump(engine: Engine, rid: str) -> None:
-    try:
-        shape = list(engine.read_dump(rid, PROBE).shape)
-    except Eagle3Error as error:
-        raise CheckFailed(f"engine not ready: check engine.dump: {error}\n{engine.log_tail()}") from None
-    _check(engine, "dump", True, shape, f"{len(PROBE)} rows", "a capture that says yes and writes nothing")
+        reply = engine.client.generate(probes.prompts(engine.vocab_size)[0], f"{name}-{engine.nonce}", {"temperature": 0, "max_new_tokens": 1})
+        require(engine, "probe", len(reply.output_ids) == 1, reply.error or f"{len(reply.output_ids)} token", "1 token",
+                "a server that is healthy but fails every request")
+        tokens.append(reply.output_ids)
+    require(engine, "same again", tokens[0] == tokens[1], tokens, "the same greedy token twice", "a server that is not itself: no greedy "
+            "answer, or two servers behind one port")
 
 
 def _prove_still(engine: Engine) -> None:
     code = engine.client.get("/health", SLOWEST_LOOK_S).status_code
-    _check(engine, "health", code == 200, f"HTTP {code}", "HTTP 200", "ready once, failing since")
+    require(engine, "health", code == 200, f"HTTP {code}", "HTTP 200", "ready once, failing since")
     _prove_socket(engine)

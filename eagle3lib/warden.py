@@ -8,7 +8,8 @@ It ends everything that descends from it when
     it gets SIGTERM or SIGINT, or the server ends (which leaves children behind for seconds).
 Should the warden itself be killed, the kernel kills the server (PR_SET_PDEATHSIG) and SGLang's children do the same.
 
-    order: {"owner": pid, "command": [...], "cwd": folder, "log": file, "remove": [folders to delete at the end]}
+    order: {"owner": pid, "command": [...], "cwd": folder, "log": file, "remove": [folders to delete at the end],
+            "note": file for {name in /dev/shm: inode} of what the server holds there, for whoever cleans up after a killed warden}
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Warden:
         self.stopping = False
         self.exit_code: int | None = None
         self.shm_before = _shm_names()
-        self.shm_ours: set[str] = set()
+        self.shm_ours: dict[str, int | None] = {}
 
     def run(self) -> None:
         libc = ctypes.CDLL(None)
@@ -104,10 +105,19 @@ class Warden:
 
     def _adopt_shared_memory(self) -> None:
         """Note the new files in /dev/shm that our processes hold. Told by inode: a semaphore is mapped under another name."""
-        new = {name for name in _shm_names() - self.shm_before - self.shm_ours if ENGINE_SHM.match(name)}
+        new = {name: _inode(SHM / name) for name in _shm_names() - self.shm_before - self.shm_ours.keys() if ENGINE_SHM.match(name)}
         if new:
             held = set().union(*(_held_shm(pid) for pid in descendants()))
-            self.shm_ours |= {name for name in new if _inode(SHM / name) in held}
+            self.shm_ours |= {name: inode for name, inode in new.items() if inode in held}
+            self._note()
+
+    def _note(self) -> None:
+        if note := self.order.get("note"):
+            try:
+                Path(f"{note}.part").write_text(json.dumps(self.shm_ours))
+                os.replace(f"{note}.part", note)
+            except OSError:  # the folder is being removed, or the disk is full; this is a second safety line only
+                pass
 
     def _remove(self) -> None:
         for name in self.shm_ours:

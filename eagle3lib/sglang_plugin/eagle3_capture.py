@@ -1,34 +1,36 @@
 """SGLang plugin: writes the hidden states of prefilled prompts to files. The only code here that knows SGLang's insides.
 
-It runs inside the server, possibly in an environment without the rest of this project, so it imports none of it.
-SGLang finds it by its entry point (a folder on PYTHONPATH is enough) and calls `register` in every process.
-
-    SGLANG_HS_DUMP_DIR      folder of the dumps; unset: this plugin changes nothing
-    SGLANG_HS_NONCE         name of this server run; only request ids that start with "<nonce>-" are dumped
-    SGLANG_HS_LAYERS        "2,15,27": streams r_k to capture, k = the layer that the residual stream enters
-    SGLANG_HS_HIDDEN_SIZE   H, to be found in the model
-
+It runs inside the server, possibly without the rest of this project, and imports none of it. SGLang finds it by its entry
+point (a folder on PYTHONPATH is enough) and calls `register` in every process. From the environment, SGLANG_HS_...
+    DUMP_DIR      folder of the dumps; unset: this plugin changes nothing
+    NONCE         name of this server run; only request ids that start with "<nonce>-" are dumped
+    LAYERS        "2,15,27": streams r_k to capture, k = the layer that the residual stream enters
+    HIDDEN_SIZE   H, to be found in the model
+    HIGH_WATER    bytes in the folder above which the next batch waits for the client; 0: never
 Writes, each under another name first and then renamed:
-    handshake-<rank>.json         what was asked and what the model says, or {"error": ...}; demanded by the client
-    <rid>.<start>.safetensors     rows start.. of one request: hidden [n, A+1, H] in the model's dtype, input_ids int64 [n];
-                                  stream 0..A-1 = r_k in the order asked, stream A = last hidden state after the final norm
-    <rid>.<start>.failed          these rows could not be written, and why
-
-SGLang only logs a plugin that raises and serves on without it: no handshake, no capture.
+    handshake-<rank>.json        what was asked and what the model says, or {"error": ...}; demanded by the client
+    <rid>.<start>.safetensors    rows start.. of a request: input_ids int64 [n], hidden [n, A+1, H] in the model's dtype:
+                                 r_k in the order asked, then the last hidden state after the final norm
+    <rid>.<start>.failed         these rows could not be written, and why
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
 import logging
 import os
+import queue
 import re
 import sys
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import safetensors.torch
+import torch
 
 logger = logging.getLogger("hs_dump")
 
@@ -42,14 +44,11 @@ REQUIRED_ARGS = {
     "disable_cuda_graph": True,  # a replayed graph runs no Python, so nothing would be written
     "enable_mixed_chunk": False,  # decode rows would sit among the prompt rows
     "speculative_algorithm": None,  # speculation takes the aux hidden states for itself
-    "enable_two_batch_overlap": False,
-    "enable_dp_attention": False,  # each rank would hold other rows, padded
-    "dp_size": 1,
+    "enable_dp_attention": False, "dp_size": 1, "attn_cp_size": 1, "enable_two_batch_overlap": False,  # each would hold other rows, padded
     "pp_size": 1,  # the captured layers would live in several processes
-    "attn_cp_size": 1,
 }
-WRITERS = 2  # threads that write
-BATCHES_IN_FLIGHT = 4  # copies of whole batches that may wait for the writers; then the forward pass waits too
+WRITERS, BATCHES_IN_FLIGHT = 2, 4  # threads that write; copies of whole batches that may wait for them before the forward pass waits too
+PATIENCE_S = 30.0  # above the high-water mark, without a file fetched; then we go on, as the replies that free it may depend on us
 
 
 class Refused(Exception):
@@ -57,7 +56,7 @@ class Refused(Exception):
 
 
 def register() -> None:
-    """Entry point, called by SGLang in the launcher and in every scheduler process."""
+    """Entry point, called by SGLang in the launcher and in every scheduler. It only logs what raises here: no handshake, no capture."""
     folder = os.environ.get("SGLANG_HS_DUMP_DIR")
     if not folder:
         return
@@ -73,32 +72,34 @@ class Capture:
         self.folder = folder
         self.nonce = os.environ.get("SGLANG_HS_NONCE", "")
         self.ours = re.compile(re.escape(self.nonce) + r"-[A-Za-z0-9_-]{1,120}")
-        self.active = False
-        self.layers: list[int] = []
+        self.active, self.layers = False, list[int]()
         self.pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="hs_dump")
-        self.slots = threading.BoundedSemaphore(BATCHES_IN_FLIGHT)
-
-    # ---- handshake, once in every scheduler process, when the model is loaded ----
+        self.high_water = int(os.environ.get("SGLANG_HS_HIGH_WATER") or 0)
+        self.buffers: queue.SimpleQueue = queue.SimpleQueue()  # a ring: pinned memory for a batch each, made when first needed
+        for _ in range(BATCHES_IN_FLIGHT):
+            self.buffers.put(None)
+        self.stream = None  # CUDA: copies run beside the forward pass
 
     def after_init(self, _result: object, runner: object) -> None:
+        """The handshake: once in every scheduler process, when the model is loaded."""
         rank = getattr(runner, "tp_rank", 0)
         try:
             hello = self._prepare(runner)
         except Exception as error:
             logger.exception("HS_DUMP rank %s refused: %s", rank, error)
-            self._write_json(f"handshake-{rank}.json", {"nonce": self.nonce, "error": f"{type(error).__name__}: {error}"})
-            return
-        if rank != 0:  # every tensor-parallel rank holds the same full rows: one of them writes
-            return
-        self.active = True
-        self._write_json(f"handshake-{rank}.json", hello)
-        logger.info("HS_DUMP rank %s writes: layers %s (residual stream entering the layer), hidden size %s, dtype %s, nonce %s",
-                    rank, hello["layers"], hello["hidden_size"], hello["dtype"], self.nonce)
+            hello = {"nonce": self.nonce, "error": f"{type(error).__name__}: {error}"}
+        self.active = rank == 0 and "error" not in hello  # every tensor-parallel rank holds the same full rows: one of them writes
+        if self.active:
+            logger.info("HS_DUMP rank %s writes: layers %s (residual stream entering the layer), hidden size %s, dtype %s, nonce %s",
+                        rank, hello["layers"], hello["hidden_size"], hello["dtype"], self.nonce)
+        if self.active or "error" in hello:
+            partial = self.folder / f".handshake-{rank}.part"
+            partial.write_text(json.dumps(hello))
+            os.rename(partial, self.folder / f"handshake-{rank}.json")
 
     def _prepare(self, runner: object) -> dict:
         """Switch the capture on, read back what the model will capture, and describe it. Raises Refused."""
         import sglang
-        import torch
 
         require_known_internals()
         require_arguments(runner.server_args)
@@ -109,15 +110,12 @@ class Capture:
         self.hidden_size, wanted = runner.model_config.hidden_size, os.environ.get("SGLANG_HS_HIDDEN_SIZE")
         if str(self.hidden_size) != wanted:
             raise Refused(f"the model's hidden size is {self.hidden_size}, SGLANG_HS_HIDDEN_SIZE is {wanted}")
-        return {"nonce": self.nonce, "pid": os.getpid(), "rank": runner.tp_rank, "tp_size": runner.tp_size, "layers": self.layers,
-                "hidden_size": self.hidden_size, "dtype": str(runner.dtype).removeprefix("torch."), "sglang": sglang.__version__,
-                "torch": torch.__version__, "python": sys.executable,
+        about = {"nonce": self.nonce, "pid": os.getpid(), "rank": runner.tp_rank, "tp_size": runner.tp_size, "python": sys.executable,
+                 "sglang": sglang.__version__, "torch": torch.__version__}
+        return {**about, "layers": self.layers, "hidden_size": self.hidden_size, "dtype": str(runner.dtype).removeprefix("torch."),
                 "plugin_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
 
-    # ---- capture, in every forward pass ----
-
-    def around_logits(self, original, processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states=None,
-                      *args, **kwargs):
+    def around_logits(self, original, processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states=None, *args, **kwargs):
         if self.active:
             self._take(input_ids, hidden_states, logits_metadata, aux_hidden_states)
         return original(processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states, *args, **kwargs)
@@ -125,23 +123,32 @@ class Capture:
     def _take(self, input_ids, hidden_NH, batch, aux) -> None:
         """Copy the rows of our requests out of this batch and hand them to the writers."""
         mode = batch.forward_mode
-        if not mode.is_extend() or mode.is_target_verify() or not getattr(batch, "rids", None):
-            return
-        spans = self._spans(batch)
+        prefill = mode.is_extend() and not mode.is_target_verify() and getattr(batch, "rids", None)
+        spans = self._spans(batch) if prefill else []
         if not spans:
             return
+        self._await_room()
+        buffer = self.buffers.get()
         try:
-            rows, ids, ready = self._copy(input_ids, hidden_NH, aux, sum(batch.extend_seq_lens_cpu))
+            rows, ids, buffer, arrived = self._copy(buffer, input_ids, hidden_NH, aux, sum(batch.extend_seq_lens_cpu))
         except Exception as error:
-            for rid, start, _first, _count in spans:
-                self._fail(rid, start, error)
-            return
-        self.slots.acquire()
-        self.pool.submit(self._write_batch, spans, rows, ids, ready)
+            self.buffers.put(buffer)
+            self._fail(spans, error)
+        else:
+            self.pool.submit(self._write_batch, spans, rows, ids, buffer, arrived)
+
+    def _await_room(self) -> None:
+        """Back-pressure: what lies in the folder is the client's to fetch; a request waits, and is never lost or overwritten."""
+        least, since, used = float("inf"), time.monotonic(), self.high_water + 1
+        while used > self.high_water > 0 and time.monotonic() - since < PATIENCE_S:
+            with contextlib.suppress(FileNotFoundError):  # fetched and deleted while we look
+                used = sum(entry.stat().st_size for entry in os.scandir(self.folder))
+            if used < least:
+                least, since = used, time.monotonic()
+            time.sleep(0.005 * (used > self.high_water))
 
     def _spans(self, batch) -> list[tuple[str, int, int, int]]:
-        """(rid, first position in the prompt, first row in the batch, rows) of each request of ours. The batch is the
-        concatenation of its requests; padding, if any, comes behind the last one."""
+        """(rid, first position in the prompt, first row in the batch, rows) of each request of ours; any padding is behind the last."""
         spans, row = [], 0
         for rid, start, count in zip(batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
             if self.ours.fullmatch(str(rid)):
@@ -149,62 +156,57 @@ class Capture:
             row += count
         return spans
 
-    def _copy(self, input_ids, hidden_NH, aux, total: int):
-        """(hidden [total, A+1, H], ids [total]) on the host, and a function that waits until they have arrived."""
-        import torch
-
+    def _copy(self, buffer, input_ids, hidden_NH, aux, total: int):
+        """(hidden [total, A+1, H], ids [total]) on the host, the ring's buffer, and an event that says when they have arrived."""
         if aux is None or len(aux) != len(self.layers):
             raise Refused(f"the model handed over {0 if aux is None else len(aux)} aux hidden states, {len(self.layers)} were asked for")
         for part in (*aux, hidden_NH):
             if part.shape[0] < total or part.shape[1] != self.hidden_size:
                 raise Refused(f"hidden states of shape {tuple(part.shape)}, expected at least [{total}, {self.hidden_size}]")
-        rows = torch.stack([part[:total] for part in (*aux, hidden_NH)], dim=1)
-        ids = input_ids[:total].to(torch.int64, copy=True)  # the server reuses this buffer for the next batch
-        if rows.device.type != "cuda":
-            return rows, ids, lambda: None
-        on_host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (rows, ids)]
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return *on_host, arrived.synchronize
+        rows = torch.stack([part[:total] for part in (*aux, hidden_NH)], dim=1)  # copies: the server reuses its own at once
+        ids = input_ids[:total].to(torch.int64, copy=True)
+        return self._to_host(rows, ids, buffer) if rows.device.type == "cuda" else (rows, ids, buffer, None)
 
-    def _write_batch(self, spans, rows, ids, ready) -> None:
-        try:
-            ready()
-            for rid, start, first, count in spans:
-                self._write(rid, start, rows[first : first + count], ids[first : first + count])
-        except Exception as error:
-            for rid, start, _first, _count in spans:
-                self._fail(rid, start, error)
-        finally:
-            self.slots.release()
+    def _to_host(self, rows, ids, buffer):
+        """Start the copy into pinned memory on a stream of its own; the forward pass goes on meanwhile."""
+        if buffer is None or buffer.numel() < rows.nbytes:
+            buffer = torch.empty(rows.nbytes, dtype=torch.uint8, pin_memory=True)
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())  # until the two are computed
+        with torch.cuda.stream(self.stream):
+            rows_host = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape).copy_(rows, non_blocking=True)
+            ids_host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record()
+        rows.record_stream(self.stream)  # their memory is not given away before the copy is done
+        ids.record_stream(self.stream)
+        return rows_host, ids_host, buffer, arrived
 
-    def _write(self, rid: str, start: int, rows, ids) -> None:
-        from safetensors.torch import save_file
+    def _write_batch(self, spans, rows, ids, buffer, arrived) -> None:
+        for span in spans:
+            try:
+                if arrived is not None:
+                    arrived.synchronize()
+                self._write(span, rows, ids)
+            except Exception as error:
+                self._fail([span], error)
+        self.buffers.put(buffer)
 
-        final = self.folder / f"{rid}.{start}.safetensors"
-        partial = self.folder / f".{final.name}.part"
-        try:
-            save_file({"hidden": rows, "input_ids": ids}, partial,
-                      {"nonce": self.nonce, "rid": rid, "start": str(start), "layers": ",".join(map(str, self.layers))})
-            os.rename(partial, final)
-        except Exception as error:
-            partial.unlink(missing_ok=True)
-            self._fail(rid, start, error)
+    def _write(self, span, rows, ids) -> None:
+        rid, start, first, count = span
+        final, last = self.folder / f"{rid}.{start}.safetensors", first + count
+        about = {"nonce": self.nonce, "rid": rid, "start": str(start), "layers": ",".join(map(str, self.layers))}
+        safetensors.torch.save_file({"hidden": rows[first:last], "input_ids": ids[first:last]}, final.with_suffix(".part"), about)
+        os.rename(final.with_suffix(".part"), final)
 
-    def _fail(self, rid: str, start: int, error: Exception) -> None:
-        """Leave a mark that the client finds in place of the rows. An empty file still fits on a full disk."""
-        logger.error("HS_DUMP failed for %s from row %s: %s: %s", rid, start, type(error).__name__, error)
-        mark = self.folder / f"{rid}.{start}.failed"
-        try:
-            mark.touch()
-            mark.write_text(f"{type(error).__name__}: {error}")
-        except OSError:
-            logger.exception("HS_DUMP cannot even write %s", mark)
-
-    def _write_json(self, name: str, content: dict) -> None:
-        partial = self.folder / f".{name}.part"
-        partial.write_text(json.dumps(content))
-        os.rename(partial, self.folder / name)
+    def _fail(self, spans, error: Exception) -> None:
+        """Leave marks that the client finds in place of the rows. An empty file still fits on a full disk."""
+        for rid, start, _first, _count in spans:
+            logger.error("HS_DUMP failed for %s from row %s: %s: %s", rid, start, type(error).__name__, error)
+            with contextlib.suppress(OSError):
+                mark = self.folder / f"{rid}.{start}.failed"
+                mark.with_suffix(".part").unlink(missing_ok=True)
+                mark.write_text(f"{type(error).__name__}: {error}")
 
 
 def require_known_internals() -> None:
@@ -223,17 +225,17 @@ def require_known_internals() -> None:
 
 def require_arguments(args: object) -> None:
     for name, wanted in REQUIRED_ARGS.items():
-        if not hasattr(args, name):
-            raise Refused(f"this SGLang has no argument {name}, so it cannot be known to be {wanted}")
-        if getattr(args, name) != wanted:
-            raise Refused(f"{name} is {getattr(args, name)!r}; capture works with {wanted!r} only")
+        if (found := getattr(args, name, f"unknown (there is no argument {name} in this SGLang)")) != wanted:
+            raise Refused(f"{name} is {found!r}; capture works with {wanted!r} only")
+    prefill = getattr(getattr(args, "cuda_graph_config", None), "prefill", None)  # outranks disable_cuda_graph
+    if prefill is not None and prefill.backend != "disabled":
+        raise Refused(f"cuda_graph_config.prefill.backend is {prefill.backend}; capture works with 'disabled' only")
 
 
 def set_layers(model: object, asked: list[int]) -> list[int]:
     """Make the model capture r_k for k in asked; return what it says it captures. Raises Refused when that differs.
 
-    Most models take ids of layer *outputs* and add 1. deepseek_v2 adds 1 only when the first id is 1, so the second
-    try hands over the indices as they are. What counts is what the model says afterwards.
+    Most models take ids of layer *outputs* and add 1; deepseek_v2 only when the first id is 1, so the second try hands over k itself.
     """
     if asked != sorted(set(asked)):
         raise Refused(f"layers {asked} must ascend: models hand over the streams in the order of their layers")
