@@ -31,7 +31,7 @@ from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.options import Options
 from eagle3lib.prepared import Prepared, forecast, load_prepared
 from eagle3lib.preview import accounting_table, samples_html
-from eagle3lib.records import Item, Loaded, capped, load, nothing_left, refuse_seen
+from eagle3lib.records import Item, Loaded, load, nothing_left, refuse_seen
 from eagle3lib.replay import Replay, replay
 from eagle3lib.store import sample_id
 
@@ -138,7 +138,7 @@ def build(loaded: Loaded, chat: Chat, run_dir: Path, book: AnswerBook | None = N
 
 def _preparation_key(options: Options, chat: Chat, book: AnswerBook | None) -> str | None:
     """Equal keys mean equal rows. None when the source's content cannot be hashed: then nothing is reused."""
-    digests = [sources.digest(name) for name, _ in capped(options.prompts)]
+    digests = [sources.digest(part.name) for part in options.mix()]
     if None in digests:
         return None
     parts = [prepared.FORMAT, options.content(), chat.fingerprint, digests, book.scope_hash if book else None]
