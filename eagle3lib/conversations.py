@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -55,6 +56,14 @@ class Conversation:
     def texts(self) -> list[str]:
         """The contents of all turns."""
         return [m["content"] for m in self.messages]
+
+    @property
+    def strings(self) -> Iterator[str]:
+        """Every text that a template may show."""
+        for message in self.messages:
+            yield from _strings(message)
+        if self.tools:
+            yield from _strings(self.tools)
 
     @property
     def first_prompt(self) -> str:
@@ -107,6 +116,18 @@ class Tokenised:
 
 
 Record = Conversation | Rendered | Tokenised
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
 
 
 def parse(raw: Any) -> Record:

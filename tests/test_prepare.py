@@ -11,9 +11,10 @@ import xxhash
 from preparing import answered, pairs, shown, talk
 
 from eagle3lib import prepare, prepared
-from eagle3lib.chat import Chat, Row
+from eagle3lib.chat import Chat
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.preview import View
+from eagle3lib.rows import Row
 
 
 @pytest.fixture
