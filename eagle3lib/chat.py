@@ -5,10 +5,10 @@ then encode without added special tokens. One difference: where the tokenizer wa
 one is put in front.
 
 The mask rule. For a trained reply the mask begins where `render(history, add_generation_prompt=True)` ends, counted
-in tokens, and runs through the reply's end-of-turn token. Both that history and the render up to the reply's end must
-be token prefixes of the whole render; else the template rewrites history (drops earlier thinking, say) and every
-reply becomes a row of its own; a reply whose own history is no prefix either is dropped. Nothing is searched for in
-rendered text.
+in tokens, and runs through the reply's end-of-turn token: the first token of its render at which the target stops.
+The history must be a token prefix of the whole render; else the template rewrites history (drops earlier thinking,
+say) and every reply becomes a row of its own; a reply whose own history is no prefix either is dropped. Nothing is
+searched for in rendered text.
 
 Control tokens in text. "<|im_end|>" typed by a user would be encoded as the real end of a turn, here and in the
 server. Such a conversation is dropped with the reason "control token in text": a control token in a row is always
@@ -19,9 +19,10 @@ the template's own, which is what makes the end of a reply certain. Tokens that 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,40 +30,11 @@ from typing import Any
 from eagle3lib import targets
 from eagle3lib.conversations import Conversation, Drop, Message, Record, Rendered, Tokenised, spoken_parts
 from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.rows import NOT_A_PREFIX, Draft, Encoded, Row
 
-THINK_END = "</think>"
-NOT_A_PREFIX = "history is not a token prefix of the reply's render"
-TOO_LONG = "no supervised tokens within max_tokens"
-TOO_SHORT = "reply too short to train on"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One training row. loss_mask[t] is True iff token t belongs to a trained reply, through its end-of-turn token."""
-
-    input_ids: list[int]
-    loss_mask: list[bool]
-
-    @property
-    def n_supervised(self) -> int:
-        return sum(self.loss_mask)
-
-
-def fit(row: Row, max_tokens: int) -> Row:
-    """The row cut to max_tokens. Drop when no two neighbouring supervised tokens remain: the first label of a reply
-    is its second token, so one alone trains nothing."""
-    if not _has_label(row.loss_mask):
-        raise Drop(TOO_SHORT)
-    if len(row.input_ids) <= max_tokens:
-        return row
-    cut = Row(row.input_ids[:max_tokens], row.loss_mask[:max_tokens])
-    if not _has_label(cut.loss_mask):
-        raise Drop(TOO_LONG, f"{len(row.input_ids)} tokens")
-    return cut
-
-
-def _has_label(mask: Sequence[bool]) -> bool:
-    return b"\x01\x01" in bytes(mask)
+THINK, THINK_END = "<think>", "</think>"
+OPTIONS_TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
+_DAY = datetime(2024, 7, 26)
 
 
 class Chat:
@@ -86,31 +58,46 @@ class Chat:
         if not getattr(tokenizer, "is_fast", False):
             raise Eagle3Error(f"tokenizer {type(tokenizer).__name__} has no fast (tokenizers) backend, which the loss mask needs")
         self.tokenizer, self.context = tokenizer, context
-        self.template_options = dict(template_options or {})
+        self.template_options = self._known(template_options or {})
         self.fingerprint = {**(fingerprint or {}), "template_options": json.dumps(self.template_options, sort_keys=True)}
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # some tokenizer.json files carry a length limit; rows are cut by `fit` alone
         self._backend.no_padding()
         self._encode_cached = lru_cache(4096)(self._encode)
-        added = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.stop_ids: frozenset[int] = frozenset({*stop_ids, tokenizer.eos_token_id} - {None})
+        added = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special or i in self.stop_ids}
         self.special_ids = frozenset(added) | frozenset(tokenizer.all_special_ids)
         self.control_tokens = sorted({*added.values(), *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, self.control_tokens)) or r"(?!)")
         self._wants_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self._variables = {**self._clock(), **self.template_options}
         self.generation_prompt, self.end_of_turn = self._probe()
-        known = {*stop_ids, tokenizer.eos_token_id, self.end_of_turn} - {None}
-        self.stop_ids: frozenset[int] = frozenset(known)
+        self.stop_ids |= frozenset(() if self.end_of_turn is None else (self.end_of_turn,))
 
     @classmethod
-    def of(cls, target: Path, template_options: dict[str, Any] | None = None) -> Chat:
-        """The chat of a target folder; its stop ids include those of generation_config.json."""
+    def of(cls, target: Path, template_options: dict[str, Any] | str | None = None) -> Chat:
+        """The chat of a target folder; its stop ids include those of generation_config.json. template_options: a
+        dictionary, or one as JSON text. ParamError when the template knows no such option."""
         return cls(
             targets.load_tokenizer(target),
             stop_ids=_generation_stops(target),
-            template_options=template_options,
+            template_options=_parsed(template_options) if isinstance(template_options, str) else template_options,
             fingerprint=targets.fingerprint(target),
             context=getattr(targets.text_config(target), "max_position_embeddings", None),
         )
+
+    def _known(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A misspelt option would be taken without a word, and change nothing."""
+        template = str(self.tokenizer.chat_template)
+        for name in options:
+            if name in OPTIONS_TAKEN or not re.search(rf"\b{re.escape(name)}\b", template):
+                raise ParamError(f"template_options: the target's chat template knows no option {name!r}")
+        return dict(options)
+
+    def _clock(self) -> dict[str, Any]:
+        """Some templates write today's date. Rows must not change over night, so for them it is always the same day:
+        the one that Llama 3 falls back on. (Another: the template's own option, often date_string.)"""
+        return {"strftime_now": _DAY.strftime} if "strftime_now" in str(self.tokenizer.chat_template) else {}
 
     # render and encode ---------------------------------------------------------------------------------------------
 
@@ -118,7 +105,7 @@ class Chat:
         """The template's text. Drop when the template refuses these messages."""
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **self.template_options
+                messages, tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **self._variables
             )
         except Exception as error:  # templates raise whatever Jinja and Python raise inside them
             raise Drop("chat template refuses the conversation", (str(error).splitlines() or [""])[0][:200]) from None
@@ -135,6 +122,11 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    def _with_bos_row(self, ids: list[int], mask: list[bool]) -> Row:
+        whole = self._with_bos(ids)
+        shift = len(whole) - len(ids)  # +1: a BOS was put in front; negative: surplus ones went
+        return Row(whole, [False] * shift + mask[max(0, -shift) :])
+
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Exactly one BOS in front where the tokenizer wants one; never two."""
         bos, start = self.tokenizer.bos_token_id, 0
@@ -150,81 +142,149 @@ class Chat:
 
         train: "all" replies or the "last" one only. thinking: train the text up to </think> too.
         """
+        return self.finish(*self.encode([self.plan(record, train=train, thinking=thinking)]))
+
+    def plan(self, record: Record, *, train: str = "all", thinking: bool = True) -> list[Draft | Row | Drop]:
+        """The first of the three steps of `rows`, which many records take together: render, encode all at once, mask."""
         try:
             if isinstance(record, Tokenised):
                 return [self._tokenised_row(record)]
             if isinstance(record, Rendered):
-                return [self._marked_row(self._with_bos(self._encode(record.text)))]
-            return self._conversation_rows(record, train, thinking)
+                return [Draft(record.text, record, thinking)]
+            return self._drafts(record, train, thinking)
         except Drop as drop:
             return [drop]
 
-    def _conversation_rows(self, conversation: Conversation, train: str, thinking: bool) -> list[Row | Drop]:
+    def encode(self, plans: Sequence[Sequence[Draft | Row | Drop]]) -> list[list[Encoded | Row | Drop]]:
+        """The second step. Nearly all of its time is spent outside of Python, on all cores."""
+        texts = [part.text for plan in plans for part in plan if isinstance(part, Draft)]
+        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False) if texts else ())
+        return [[self._encoded(part, next(encodings)) if isinstance(part, Draft) else part for part in plan] for plan in plans]
+
+    def _encoded(self, draft: Draft, encoding: Any) -> Encoded:
+        return Encoded(draft, encoding, self._encode_cached, self.special_ids)
+
+    def finish(self, parts: Sequence[Encoded | Row | Drop]) -> list[Row | Drop]:
+        """The last step."""
+        found: list[Row | Drop] = []
+        for part in parts:
+            try:
+                found += self._rows(part) if isinstance(part, Encoded) else [part]
+            except Drop as drop:
+                found.append(drop)
+        return found
+
+    def _drafts(self, conversation: Conversation, train: str, thinking: bool) -> list[Draft | Row | Drop]:
         self._refuse_control_tokens(conversation)
         replies = conversation.replies if train == "all" else conversation.replies[-1:]
         if not replies:
             raise Drop("no reply in the record")
-        row = self._row(conversation, replies, thinking)
-        if row is not None:
-            return [row]
-        return [self._single_reply_row(conversation, reply, thinking) for reply in replies]
+        draft = self._draft(conversation, replies, thinking)
+        return [draft] if draft else self._split(conversation, replies, thinking)
 
-    def _single_reply_row(self, conversation: Conversation, reply: int, thinking: bool) -> Row | Drop:
-        try:
-            upto = Conversation(conversation.messages[: reply + 1], conversation.tools)
-            return self._row(upto, [reply], thinking) or Drop(NOT_A_PREFIX)
-        except Drop as drop:
-            return drop
+    def _split(self, conversation: Conversation, replies: list[int], thinking: bool) -> list[Draft | Row | Drop]:
+        """One draft a reply, each with the conversation up to it."""
+        found: list[Draft | Row | Drop] = []
+        for reply in replies:
+            try:
+                upto = Conversation(conversation.messages[: reply + 1], conversation.tools)
+                found.append(self._draft(upto, [reply], thinking) or Drop(NOT_A_PREFIX))
+            except Drop as drop:
+                found.append(drop)
+        return found
 
-    def _row(self, conversation: Conversation, replies: list[int], thinking: bool) -> Row | None:
+    def _draft(self, conversation: Conversation, replies: list[int], thinking: bool) -> Draft | None:
         """The whole conversation as one row, or None when its history is rewritten on the way."""
         messages, tools = conversation.messages, conversation.tools
-        whole = _Encoded(self, self.render(messages, tools))
-        self._check_turns_shown(conversation, whole.text)
-        mask = [False] * len(whole.ids)
+        text = self.render(messages, tools)
+        self._check_turns_shown(conversation, text)
+        draft = Draft(text, conversation, thinking, replies)
         for reply in replies:
             history = self.render(messages[:reply], tools, generation_prompt=True)
-            through = whole.text if reply == len(messages) - 1 else self.render(messages[: reply + 1], tools)
-            begin, end = whole.tokens_of_prefix(history), whole.tokens_of_prefix(through)
+            through = text if reply == len(messages) - 1 else self.render(messages[: reply + 1], tools)
+            if not text.startswith(history):
+                return None
+            draft.histories.append(len(history))
+            draft.throughs.append(len(os.path.commonprefix([text, through])) if not text.startswith(through) else len(through))
+            draft.closed_alike.append(text.startswith(through))
+        return draft
+
+    def _rows(self, encoded: Encoded) -> list[Row | Drop]:
+        record = encoded.draft.record
+        if isinstance(record, Rendered):
+            return [self._marked_row(self._with_bos(encoded.ids))]
+        assert isinstance(record, Conversation)  # Tokenised records need no encoding
+        row = self._row(encoded, record)
+        if row is not None:
+            return [row]
+        if encoded.draft.replies == [len(record.messages) - 1]:
+            raise Drop(NOT_A_PREFIX)
+        (parts,) = self.encode([self._split(record, encoded.draft.replies, encoded.draft.thinking)])
+        return self.finish(parts)
+
+    def _row(self, encoded: Encoded, conversation: Conversation) -> Row | None:
+        """The row, or None when some history's ids are not the first ids of the whole."""
+        draft, ids, mask = encoded.draft, encoded.ids, [False] * len(encoded.ids)
+        begins = [encoded.tokens_before(history) for history in draft.histories]
+        for n, begin in enumerate(begins):
+            message = conversation.messages[draft.replies[n]]
+            end = None if begin is None else self._end(encoded, n, begin)
             if begin is None or end is None or begin >= end:
                 return None
-            self._check_reply_shown(messages[reply], through[len(history) :], thinking)
-            begin, end = self._supervised(whole.ids, begin, end, thinking)
+            self._check_reply_shown(message, encoded.text_of(draft.histories[n], end), draft.thinking)
+            if not draft.thinking:
+                begin += self.thinking_length(ids[begin:end])
             mask[begin:end] = [True] * (end - begin)
-        ids = self._with_bos(whole.ids)
-        shift = len(ids) - len(whole.ids)  # +1: a BOS was put in front; negative: surplus ones went
-        return Row(ids, [False] * shift + mask[max(0, -shift) :])
+        return self._with_bos_row(ids, mask)
 
-    def _supervised(self, ids: list[int], begin: int, end: int, thinking: bool) -> tuple[int, int]:
-        """The supervised range of a reply whose render is ids[begin:end]: from its first token, or the one behind
-        </think>, through its end-of-turn token, which is the last control token of its render.
+    def _end(self, encoded: Encoded, n: int, begin: int) -> int | None:
+        """Where the n-th trained reply, whose first token is `begin`, ends: behind its end-of-turn token.
 
-        Some templates let the next turn's header end a reply (GLM); then that token, a stop token, is its end.
+        That is the first token of its render at which the target stops; with none in it, its last control token. Some
+        templates let the next turn's header end a reply (GLM); then that token, a stop token, is its end.
         """
-        closed = next((i for i in reversed(range(begin, end)) if ids[i] in self.special_ids), None)
-        if not thinking:
-            begin += self.thinking_length(ids[begin:end])
-        if closed is not None:
-            return begin, closed + 1
-        return begin, end + (end < len(ids) and ids[end] in self.stop_ids)
+        ids, through = encoded.ids, encoded.draft.throughs[n]
+        if not encoded.draft.closed_alike[n]:
+            stop = next((i + 1 for i in range(begin, len(ids)) if ids[i] in self.stop_ids), None)
+            return stop if stop is not None and encoded.chars_through(stop) <= through else None
+        end = encoded.tokens_before(through)
+        if end is None:
+            return None
+        stop = next((i for i in range(begin, end) if ids[i] in self.stop_ids), None)
+        if stop is None:
+            stop = next((i for i in reversed(range(begin, end)) if ids[i] in self.special_ids), None)
+        if stop is not None:
+            return stop + 1
+        return end + (end < len(ids) and ids[end] in self.stop_ids)
 
     def thinking_length(self, reply_ids: Sequence[int]) -> int:
-        """How many tokens of a reply come before its answer: through the last </think>; 0 when it has none."""
-        think_end = self._think_end
-        return next((i + 1 for i in reversed(range(len(reply_ids))) if reply_ids[i] == think_end), 0)
+        """How many tokens of a reply come before its answer: through the last </think>; all of them when the thinking
+        was cut off before that; 0 when there is none."""
+        opening, closing = self.think_ids
+        at = next((i + 1 for i in reversed(range(len(reply_ids))) if reply_ids[i] == closing), 0)
+        if at == 0 and (opening in reply_ids or self._opens_thinking(opening, closing)):
+            return len(reply_ids)
+        return at
+
+    def _opens_thinking(self, opening: int | None, closing: int) -> bool:
+        """Does the generation prompt itself begin the thinking?"""
+        tags = [i for i in self.generation_prompt if i in (opening, closing)]
+        return tags[-1:] == [opening]
 
     @cached_property
-    def _think_end(self) -> int:
-        token = self.tokenizer.get_vocab().get(THINK_END)
-        if token is None or self._encode_cached(THINK_END) != [token]:
+    def think_ids(self) -> tuple[int | None, int]:
+        """The tokens <think> (None: not one token) and </think>. ParamError when the latter is not one token."""
+        opening, closing = (self.tokenizer.get_vocab().get(tag) for tag in (THINK, THINK_END))
+        if closing is None or self._encode_cached(THINK_END) != [closing]:
             raise ParamError(f"train_thinking=False needs a tokenizer with {THINK_END!r} as one token; this one has none")
-        return token
+        return opening, closing
 
     # checks --------------------------------------------------------------------------------------------------------
 
     def _refuse_control_tokens(self, conversation: Conversation) -> None:
-        if found := self._control.search(conversation.canonical):
-            raise Drop("control token in text", found.group())
+        for text in conversation.strings:
+            if found := self._control.search(text):
+                raise Drop("control token in text", found.group())
 
     def _check_turns_shown(self, conversation: Conversation, text: str) -> None:
         """A template that leaves out a turn, a tool list or a call would shorten the conversation in silence."""
@@ -256,10 +316,10 @@ class Chat:
         if max(record.input_ids) >= len(self.tokenizer):
             raise Drop("token id outside the vocabulary", f"{max(record.input_ids)} of {len(self.tokenizer)}")
         if record.loss_mask is None:
-            return self._marked_row(record.input_ids)
+            return self._marked_row(self._with_bos(record.input_ids))
         if not any(record.loss_mask):
             raise Drop("no supervised tokens")
-        return Row(record.input_ids, record.loss_mask)
+        return self._with_bos_row(record.input_ids, record.loss_mask)
 
     def _marked_row(self, ids: list[int]) -> Row:
         """Mask every stretch behind a generation prompt, through the stop token. The prompt is found as token ids."""
@@ -288,41 +348,18 @@ class Chat:
         opening = self._encode(prompt[len(before) :]) if prompt.startswith(before) else []
         begin = len(self._encode(prompt))
         closing = [i for i in whole[begin:] if i in self.special_ids]
-        return opening, closing[-1] if closing else None
+        stops = [i for i in closing if i in self.stop_ids]
+        return opening, next(iter(stops[:1] + closing[-1:]), None)
 
 
-class _Encoded:
-    """A rendered text and its ids, with the question that the mask rule asks: is this shorter text a token prefix?"""
-
-    def __init__(self, chat: Chat, text: str):
-        self.text, self._chat = text, chat
-        # encode_batch, because it lets other threads run meanwhile and encode does not
-        (self._encoding,) = chat._backend.encode_batch([text], add_special_tokens=False)
-        self.ids: list[int] = self._encoding.ids
-
-    def tokens_of_prefix(self, prefix: str) -> int | None:
-        """How many tokens `prefix` has, when its ids are the first ids of the whole; else None."""
-        if not self.text.startswith(prefix):
-            return None
-        if len(prefix) == len(self.text):
-            return len(self.ids)
-        return self._by_last_control_token(len(prefix)) or self._by_encoding(prefix)
-
-    def _by_last_control_token(self, at: int) -> int | None:
-        """Tokenizers cut text at control tokens before anything else, so ids before one never depend on what follows
-        it: it is enough to encode the few characters from the last control token to `at`. None: cannot tell."""
-        token = self._encoding.char_to_token(at)
-        if token is None or self._encoding.token_to_chars(token)[0] != at:
-            return None
-        last = next((i for i in range(token - 1, -1, -1) if self.ids[i] in self._chat.special_ids), None)
-        if last is None:
-            return None
-        tail = self.text[self._encoding.token_to_chars(last)[0] : at]
-        return token if self._chat._encode_cached(tail) == self.ids[last:token] else None
-
-    def _by_encoding(self, prefix: str) -> int | None:
-        ids = self._chat._encode(prefix)
-        return len(ids) if self.ids[: len(ids)] == ids else None
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text or "{}")
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ParamError(f'template_options: found {text!r}, wanted a JSON object such as {{"enable_thinking": false}}')
+    return options
 
 
 def _generation_stops(target: Path) -> list[int]:

@@ -1,16 +1,18 @@
 """Conversations: one record of a data file, in whatever shape it comes, read into one form or dropped with a reason.
 
 Shapes: OpenAI `messages`; ShareGPT `conversations` (from/value or role/content); prompt and response pairs;
-instruction/input/output; a prompt alone; rendered `text`; `input_ids` with or without a mask. Anything else is a
-`Drop`: it is counted under its reason and never shortened in silence.
+instruction/input/output, with or without `history`; a prompt alone; rendered `text`; `input_ids` with or without a
+mask. Anything else is a `Drop`: it is counted under its reason and never shortened in silence.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 Message = dict[str, Any]  # role, content: str; on replies perhaps reasoning_content, tool_calls; on results name, tool_call_id
@@ -26,6 +28,7 @@ PROMPT_KEYS = ("prompt", "question", "query")
 REPLY_KEYS = ("response", "completion", "output", "answer", "reply")
 SYSTEM_KEYS = ("system", "system_prompt")
 MASK_KEYS = ("loss_mask", "assistant_masks")
+NOT_TRAINED = -100  # in `labels`
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -53,6 +56,14 @@ class Conversation:
     def texts(self) -> list[str]:
         """The contents of all turns."""
         return [m["content"] for m in self.messages]
+
+    @property
+    def strings(self) -> Iterator[str]:
+        """Every text that a template may show."""
+        for message in self.messages:
+            yield from _strings(message)
+        if self.tools:
+            yield from _strings(self.tools)
 
     @property
     def first_prompt(self) -> str:
@@ -107,15 +118,31 @@ class Tokenised:
 Record = Conversation | Rendered | Tokenised
 
 
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
 def parse(raw: Any) -> Record:
     """The record in our form. Raises Drop with the reason when it has no trainable shape."""
     if not isinstance(raw, dict):
         raise Drop("record is not an object", type(raw).__name__)
-    record = _shape(raw)
     try:
+        record = _shape(raw)
         record.canonical.encode()
     except UnicodeEncodeError as error:  # JSON may say half a surrogate pair, which no tokenizer takes
         raise Drop("text is not valid Unicode", error.reason) from None
+    except RecursionError:
+        raise Drop("nested too deeply") from None
+    except (TypeError, ValueError) as error:  # tables hold dates, bytes and decimals; JSON an integer of 5,000 digits
+        raise Drop("tool call or tool list cannot be JSON", str(error)[:200]) from None
     return record
 
 
@@ -153,7 +180,16 @@ def _pair(raw: dict[str, Any]) -> list[Any] | None:
             prompt = f"{prompt}\n\n{raw['input']}" if isinstance(prompt, str) and isinstance(raw["input"], str) else None
     if prompt is None:
         return None
-    return _turns_of("user", prompt) + ([] if reply is None else _turns_of("assistant", reply))
+    return _history(raw.get("history")) + _turns_of("user", prompt) + ([] if reply is None else _turns_of("assistant", reply))
+
+
+def _history(pairs: Any) -> list[Any]:
+    """Earlier exchanges of an instruction record, as [[prompt, reply], ..]."""
+    if not pairs:
+        return []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise Drop("history is not a list of prompts and replies")
+    return [turn for prompt, reply in pairs for turn in (*_turns_of("user", prompt), *_turns_of("assistant", reply))]
 
 
 def _turns_of(role: str, value: Any) -> list[Any]:
@@ -211,8 +247,9 @@ def _reply_extras(turn: dict[str, Any]) -> Message:
         raise Drop("reasoning is not text", type(thought).__name__)
     if thought and thought.strip():
         extras["reasoning_content"] = thought
-    if turn.get("tool_calls"):
-        extras["tool_calls"] = [_tool_call(call) for call in _list(turn["tool_calls"], "broken tool call")]
+    calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else None)  # the older form
+    if calls:
+        extras["tool_calls"] = [_tool_call(call) for call in _list(calls, "broken tool call")]
     return extras
 
 
@@ -289,11 +326,27 @@ def _tokenised(raw: dict[str, Any]) -> Tokenised:
     ids, mask = raw["input_ids"], _first(raw, MASK_KEYS)
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
         raise Drop("input_ids is not a list of token ids")
-    if mask is None:
-        return Tokenised(ids, None)
-    if not isinstance(mask, list) or len(mask) != len(ids) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
-        raise Drop("loss mask does not fit input_ids")
-    return Tokenised(ids, [bool(m) for m in mask])
+    if mask is None and raw.get("labels") is not None:
+        mask = _mask_of_labels(ids, raw["labels"])
+    real = raw.get("attention_mask")
+    if not _is_mask(mask, ids) or not _is_mask(real, ids):
+        raise Drop("loss mask does not fit input_ids" if _is_mask(real, ids) else "attention mask does not fit input_ids")
+    keep = [True] * len(ids) if real is None else [m == 1 for m in real]  # padding is no part of what a server sees
+    if not any(keep):
+        raise Drop("input_ids is not a list of token ids", "all of it is padding")
+    return Tokenised(list(compress(ids, keep)), None if mask is None else [m == 1 for m in compress(mask, keep)])
+
+
+def _is_mask(mask: Any, ids: list[int]) -> bool:
+    """None, or as many zeros and ones as there are ids."""
+    return mask is None or isinstance(mask, list) and len(mask) == len(ids) and all(type(m) in (int, bool) and m in (0, 1) for m in mask)
+
+
+def _mask_of_labels(ids: list[int], labels: Any) -> list[bool]:
+    """Labels of the common trainers: the token's own id where it is trained, -100 where it is not."""
+    if not isinstance(labels, list) or len(labels) != len(ids) or any(x not in (NOT_TRAINED, i) for x, i in zip(labels, ids, strict=True)):
+        raise Drop("labels do not fit input_ids")
+    return [label != NOT_TRAINED for label in labels]
 
 
 _THINK_TAGS = re.compile(r"</?think>")

@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def rows(logits, target, weight, each, guess, slope, D, K, DISTANCE: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of rows.row_gradients: row r of `logits` against row r // K of `target`."""
+    """One row of distances.row_gradients: row r of `logits` against row r // K of `target`."""
     r = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     z_row, t_row, out_row = logits + r * D, target + (r // K) * D, slope + r * D

@@ -12,7 +12,7 @@ from typing import Any
 from eagle3lib import evalsets
 from eagle3lib.errors import Eagle3Error
 
-RUN = 8  # words
+RUN, HALF = 8, 4  # words
 SHINGLE = 3  # words; what near duplicates are compared by
 _PERMUTATIONS = 128
 _WORD = re.compile(r"\w+")
@@ -36,6 +36,7 @@ class Runs:
         texts = [tuple(words(prompt)) for prompt in prompts]
         self._short = {text for text in texts if len(text) < RUN}
         self._runs = {run for text in texts for run in _runs_of(text)}
+        self._halves = {run[i : i + HALF] for run in self._runs for i in range(RUN - HALF + 1)}
 
     @classmethod
     def of_evalsets(cls) -> Runs:
@@ -47,9 +48,10 @@ class Runs:
         found = tuple(words(text))
         if len(found) < RUN:
             return " ".join(found) if found in self._short else ""
-        if self._runs.isdisjoint(_runs_of(found)):
+        # Of eight neighbours, four begin at a multiple of four: a quarter of the work settles nearly every text.
+        if self._halves.isdisjoint(zip(*(found[i::HALF] for i in range(HALF)), strict=False)):
             return ""
-        return " ".join(next(run for run in _runs_of(found) if run in self._runs))
+        return " ".join(next((run for run in _runs_of(found) if run in self._runs), ()))
 
 
 def _runs_of(found: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 from tqdm import tqdm
@@ -25,21 +24,22 @@ from tqdm import tqdm
 from eagle3lib import conversations, prepared, sources
 from eagle3lib.accounting import Accounting
 from eagle3lib.answers import Answer, AnswerBook
-from eagle3lib.chat import Chat, Row, fit
+from eagle3lib.chat import Chat
 from eagle3lib.conversations import Drop, Record
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.options import Options
 from eagle3lib.prepared import Prepared, forecast, load_prepared
 from eagle3lib.preview import accounting_table, samples_html
-from eagle3lib.records import Item, Loaded, capped, load, nothing_left, refuse_seen
+from eagle3lib.records import Item, Loaded, load, nothing_left, refuse_seen
 from eagle3lib.replay import Replay, replay
+from eagle3lib.rows import Draft, Encoded, Row, fit
 from eagle3lib.store import sample_id
 
 __all__ = ["Options", "accounting_table", "answer", "build", "forecast", "load", "load_prepared", "samples_html"]
 
 ANSWERS = "answers.jsonl"
 _CHUNK = 4096  # conversations in memory at a time
-T = TypeVar("T")
+_BATCH_CHARS = 200_000  # of text encoded at a time
 _HELDOUT_SEED = 0xEA61E3  # fixed: the split must not move with the run's seed
 
 
@@ -138,7 +138,7 @@ def build(loaded: Loaded, chat: Chat, run_dir: Path, book: AnswerBook | None = N
 
 def _preparation_key(options: Options, chat: Chat, book: AnswerBook | None) -> str | None:
     """Equal keys mean equal rows. None when the source's content cannot be hashed: then nothing is reused."""
-    digests = [sources.digest(name) for name, _ in capped(options.prompts)]
+    digests = [sources.digest(part.name) for part in options.mix()]
     if None in digests:
         return None
     parts = [prepared.FORMAT, options.content(), chat.fingerprint, digests, book.scope_hash if book else None]
@@ -151,14 +151,9 @@ Outcome = tuple[Item, Row]
 def _outcomes(loaded: Loaded, chat: Chat, book: AnswerBook | None, accounting: Accounting) -> Iterator[Outcome]:
     """All rows of all records; drops are counted."""
     options = loaded.options
-
-    def rows(item: Item) -> list[Row | Drop]:
-        if book is None:
-            return chat.rows(item.record, train=options.train_turns, thinking=options.train_thinking)
-        return _answered(item.record, chat, book, options)
-
     items = tqdm(loaded.items(accounting), desc="rows", total=loaded.size, unit=" records", mininterval=1)
-    for item, outcomes in _in_threads(rows, items):
+    pairs = _from_data(items, chat, options) if book is None else ((item, _answered(item.record, chat, book, options)) for item in items)
+    for item, outcomes in pairs:
         accounting.of(item.source).rows_split += len(outcomes) - 1
         for outcome in outcomes:
             if isinstance(outcome, Drop):
@@ -167,19 +162,37 @@ def _outcomes(loaded: Loaded, chat: Chat, book: AnswerBook | None, accounting: A
                 yield item, outcome
 
 
-def _in_threads(function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[tuple[Item, T]]:
-    """(item, function(item)) in the items' order. Threads are enough: encoding, most of the work, runs beside Python."""
-    workers = os.cpu_count() or 1
-    pending: deque[tuple[Item, Future[T]]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for item in items:
-            pending.append((item, pool.submit(function, item)))
-            if len(pending) > 16 * workers:
-                item, future = pending.popleft()
-                yield item, future.result()
-        while pending:
-            item, future = pending.popleft()
-            yield item, future.result()
+def _from_data(items: Iterable[Item], chat: Chat, options: Options) -> Iterator[tuple[Item, list[Row | Drop]]]:
+    """(item, its rows) in the items' order. Batches are encoded in a thread, on all cores and outside of Python, while
+    the next ones are rendered here and the last ones get their masks."""
+    waiting: deque[tuple[list[Item], Future[list[list[Encoded | Row | Drop]]]]] = deque()
+    with ThreadPoolExecutor(1) as pool:
+        for batch, plans in _batches(items, chat, options):
+            waiting.append((batch, pool.submit(chat.encode, plans)))
+            if len(waiting) > 2:
+                yield from _finished(chat, *waiting.popleft())
+        while waiting:
+            yield from _finished(chat, *waiting.popleft())
+
+
+def _batches(items: Iterable[Item], chat: Chat, options: Options) -> Iterator[tuple[list[Item], list[list[Draft | Row | Drop]]]]:
+    """Items and their plans, up to a number of characters, so that long records take no more memory than short ones."""
+    batch: list[Item] = []
+    plans: list[list[Draft | Row | Drop]] = []
+    size = 0
+    for item in items:
+        plan = chat.plan(item.record, train=options.train_turns, thinking=options.train_thinking)
+        batch.append(item)
+        plans.append(plan)
+        size += 256 + sum(len(part.text) for part in plan if isinstance(part, Draft))
+        if size > _BATCH_CHARS:
+            yield batch, plans
+            batch, plans, size = [], [], 0
+    yield batch, plans
+
+
+def _finished(chat: Chat, batch: list[Item], encoded: Future[list[list[Encoded | Row | Drop]]]) -> Iterator[tuple[Item, list[Row | Drop]]]:
+    return zip(batch, map(chat.finish, encoded.result()), strict=True)
 
 
 def _answered(record: Record, chat: Chat, book: AnswerBook, options: Options) -> list[Row | Drop]:

@@ -20,8 +20,8 @@ import xxhash
 from datasets.arrow_writer import ArrowWriter
 
 from eagle3lib.accounting import Accounting
-from eagle3lib.chat import Row
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.rows import Row
 from eagle3lib.runs import read_json, write_json
 
 FORMAT = 1

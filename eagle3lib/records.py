@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 from tqdm import tqdm
@@ -13,10 +14,11 @@ from tqdm import tqdm
 from eagle3lib import conversations, overlap, sources
 from eagle3lib.accounting import Accounting
 from eagle3lib.conversations import Drop, Record
-from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.errors import Eagle3Error
 from eagle3lib.options import Options
 from eagle3lib.replay import questions
 
+BROKEN = "line or row cannot be read"
 DUPLICATE = "duplicate"
 NEAR_DUPLICATE = "near duplicate"
 OVERLAP = "shares 8 words in a row with an evaluation set"
@@ -29,6 +31,7 @@ class Item:
     record: Record
     source: str
     where: str
+    part: int = 0  # which source of the mix
 
 
 class Loaded:
@@ -60,8 +63,8 @@ class Loaded:
 def load(options: Options) -> Loaded:
     """Read, parse, clean and sample the records. Raises Eagle3Error: no such source, a broken file (with its line), or
     nothing left, with the table of reasons."""
-    for name, _ in capped(options.prompts):
-        sources.read(name)  # a wrong name is told now, not hours later
+    for part in options.mix():
+        sources.read(part.name)  # a wrong name is told now, not hours later
     if not options.max_prompts:
         return Loaded(options)
     accounting = Accounting()
@@ -71,35 +74,34 @@ def load(options: Options) -> Loaded:
     return Loaded(options, items, accounting)
 
 
-def capped(prompts: str | list[str]) -> list[tuple[str, int | None]]:
-    """[(source, cap or None)] of the prompts option."""
-    found: list[tuple[str, int | None]] = []
-    for one in [prompts] if isinstance(prompts, str) else prompts:
-        name, at, cap = one.rpartition("@")
-        found.append((name, int(cap)) if at and cap.isdigit() else (one, None))
-    if not found:
-        raise ParamError("prompts is an empty list; name at least one source")
-    return found
-
-
-def _raws(options: Options) -> Iterator[sources.Raw]:
-    for name, cap in capped(options.prompts):
-        yield from itertools.islice(sources.read(name), cap)
+def _raws(options: Options) -> Iterator[tuple[int, sources.Raw]]:
+    """(number of the source, record as it stands there)."""
+    for number, part in enumerate(options.mix()):
+        for raw in itertools.islice(sources.read(part.name), part.cap):
+            yield number, raw
 
 
 def _read(options: Options, accounting: Accounting) -> Iterator[Item]:
     clean = _Cleaner(options)
-    for raw in _raws(options):
+    for part, raw in _raws(options):
         accounting.of(raw.source).records_read += 1
         try:
-            record = conversations.parse(raw.value)
+            record = conversations.parse(_readable(raw, options))
             if options.answer == "target":
                 record = questions(record)
             clean.require(record)
         except Drop as drop:
             accounting.drop(raw.source, drop.reason, raw.where, drop.detail)
             continue
-        yield Item(record, raw.source, raw.where)
+        yield Item(record, raw.source, raw.where, part)
+
+
+def _readable(raw: sources.Raw, options: Options) -> Any:
+    if not raw.broken:
+        return raw.value
+    if options.broken_records == "stop":
+        raise Eagle3Error(f"{raw.where}: {raw.broken}; repair or remove that record, or set broken_records to \"drop\"")
+    raise Drop(BROKEN, raw.broken)
 
 
 class _Cleaner:
@@ -127,15 +129,49 @@ def refuse_seen(key: bytes, seen: set[bytes]) -> None:
 
 
 def _sample(items: Iterable[Item], options: Options, accounting: Accounting) -> list[Item]:
-    """The max_prompts items whose seeded content hash is smallest: the same whatever their order."""
-    heap: list[tuple[int, int, Item]] = []  # the largest hash comes out first; the number keeps items from being compared
-    for number, item in enumerate(items):
-        rank = -xxhash.xxh3_128_intdigest(item.record.canonical.encode(), seed=options.seed)
-        heapq.heappush(heap, (rank, number, item))
-        if len(heap) > options.max_prompts:
-            _, _, out = heapq.heappop(heap)
-            accounting.of(out.source).not_sampled += 1
-    return [item for _, _, item in sorted(heap, reverse=True)]
+    """The max_prompts items whose seeded content hash is smallest: the same whatever their order. With shares, the same
+    within each source; where one has too few, the mix gets smaller and keeps its proportions."""
+    shares = [part.share for part in options.mix()]
+    heaps = [_Smallest(options.max_prompts if share is None else round(options.max_prompts * share)) for share in shares]
+    if shares[0] is None:
+        heaps = heaps[:1] * len(heaps)  # one for all
+    for item in items:
+        rank = xxhash.xxh3_128_intdigest(item.record.canonical.encode(), seed=options.seed)
+        _not_sampled(heaps[item.part].push(rank, item), accounting)
+    if shares[0] is None:
+        return heaps[0].sorted()
+    scale = min((len(heap) / heap.most for heap in heaps if heap.most), default=0.0)
+    for heap in heaps:
+        while len(heap) > round(heap.most * scale):
+            _not_sampled(heap.pop(), accounting)
+    return [item for heap in heaps for item in heap.sorted()]
+
+
+def _not_sampled(item: Item | None, accounting: Accounting) -> None:
+    if item is not None:
+        accounting.of(item.source).not_sampled += 1
+
+
+class _Smallest:
+    """The `most` items of smallest rank."""
+
+    def __init__(self, most: int):
+        self.most, self._number = most, itertools.count()
+        self._heap: list[tuple[int, int, Item]] = []  # the largest rank comes out first; the number keeps items from being compared
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, rank: int, item: Item) -> Item | None:
+        """Take an item in; returns the one that has no place any more."""
+        heapq.heappush(self._heap, (-rank, next(self._number), item))
+        return self.pop() if len(self) > self.most else None
+
+    def pop(self) -> Item:
+        return heapq.heappop(self._heap)[2]
+
+    def sorted(self) -> list[Item]:
+        return [item for _, _, item in sorted(self._heap, key=lambda entry: -entry[0])]
 
 
 def nothing_left(options: Options, accounting: Accounting) -> Eagle3Error:

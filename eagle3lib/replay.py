@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagle3lib.answers import Answer, AnswerBook
-from eagle3lib.chat import Chat, Row
+from eagle3lib.chat import Chat
 from eagle3lib.conversations import Conversation, Drop, Message, Record
+from eagle3lib.rows import Row
 
 PROMPT_TOO_LONG = "prompt leaves no room for a reply within max_tokens"
 

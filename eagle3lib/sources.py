@@ -2,7 +2,9 @@
 
 A source is "chitchat" (human prompts that ship as a package), a file, a folder, a glob, or a data set's name on the
 hub. Files: .jsonl .ndjson .json, plain or .gz or .zst; .parquet; .arrow. A file that cannot be read is an error that
-names file and line; a record that cannot be used is the business of `conversations`.
+names the file; one line of it, or a row, that cannot be read is a record with `broken` set. A record that cannot be
+used is the business of `conversations`. What the bytes say counts more than the name: a gzip, zstd or Parquet file
+is read as what it is, whatever it is called.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import codecs
 import glob
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
@@ -27,8 +30,12 @@ CHITCHAT_MIN_WORDS = 8
 JSON_LINES, JSON_VALUES = (".jsonl", ".ndjson"), (".json",)
 TABLES = (".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst")
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 NOT_DATA = {"state.json", "dataset_info.json", "dataset_dict.json", "prepared.json"}  # what `datasets` and we put beside data
+OTHER_FILES = (".csv", ".tsv", ".txt", ".xml", ".zip", ".bz2", ".xz", ".tar", ".pt", ".pkl")
+_HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(/(?P<config>\w[\w.-]*))?(:(?P<split>\w+))?")
 _CHUNK = 1 << 20
+_ROWS = 512  # of a table at a time
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Raw:
     value: Any
     source: str  # the file's or data set's name: what the accounting is kept by
     where: str  # file and line, or file and row
+    broken: str = ""  # why the record could not even be read; value is None then
 
 
 def read(source: str) -> Iterator[Raw]:
@@ -69,14 +77,18 @@ def find_files(source: str) -> list[Path]:
 
 
 def digest(source: str) -> str | None:
-    """A hash of the bytes behind a source; None when they lie on a hub and cannot be hashed without reading all."""
+    """A hash of the files behind a source, names within their folder included (rows carry them), or the hub's revision;
+    None when neither can be had."""
     files = [_chitchat_file()] if source == CHITCHAT else find_files(source)
+    if not files:
+        return _hub_revision(source)
     state = xxhash.xxh3_128()
     for file in files:
+        state.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as handle:
             while block := handle.read(_CHUNK):
                 state.update(block)
-    return state.hexdigest() if files else None
+    return state.hexdigest()
 
 
 def _kind(path: Path) -> str:
@@ -88,19 +100,28 @@ def _kind(path: Path) -> str:
     return path.suffix if path.suffix in JSON_LINES + JSON_VALUES + TABLES else ""
 
 
+def _head(file: Path) -> bytes:
+    with file.open("rb") as handle:
+        return handle.read(6)
+
+
 def _read_file(file: Path) -> Iterator[Raw]:
-    kind = _kind(file)
-    reader = _json_lines if kind in JSON_LINES else _json_values if kind in JSON_VALUES else _table
     try:
-        yield from reader(file)
+        kind = {b"PAR1": ".parquet", b"ARRO": ".arrow"}.get(_head(file)[:4], _kind(file))
+        if kind in TABLES:
+            yield from _table(file, kind)
+        else:
+            yield from (_json_lines if kind in JSON_LINES else _json_values)(file)
     except (EOFError, zlib.error, OSError) as error:  # gzip's and pyarrow's errors are OSErrors too
         raise Eagle3Error(f"{file}: cannot be read to its end ({error}); is the file damaged or half-copied?") from None
 
 
-def _open(file: Path) -> BinaryIO:
-    if file.suffix == ".gz":
+def _open(file: Path) -> Any:
+    """Something with read(), of the bytes without their compression."""
+    head = _head(file)
+    if head.startswith(GZIP):
         return gzip.open(file, "rb")
-    if file.suffix == ".zst":
+    if head.startswith(ZSTD):
         import pyarrow
 
         return pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd")
@@ -124,23 +145,29 @@ def _lines(file: Path) -> Iterator[bytes]:
 def _json_lines(file: Path) -> Iterator[Raw]:
     for number, line in enumerate(_lines(file), 1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            value = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            raise Eagle3Error(f"{where}: not UTF-8 (byte {error.start} is {line[error.start]:#04x}); convert the file to UTF-8") from None
-        except json.JSONDecodeError as error:
-            raise _broken(where, error.msg, error.colno, error.doc[error.pos :]) from None
-        except RecursionError:
-            raise _broken(where, "nested too deeply", 1, "") from None
-        yield Raw(value, file.name, where)
+        if line.strip():
+            where = f"{file}:{number}"
+            value, broken = _decoded(line)
+            yield Raw(value, file.name, where, broken)
 
 
-def _broken(where: str, what: str, column: int, found: str) -> Eagle3Error:
+def _decoded(line: bytes) -> tuple[Any, str]:
+    """(the value of one line, "") or (None, why it has none)."""
+    try:
+        return json.loads(line.decode()), ""
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 (byte {error.start} is {line[error.start]:#04x})"
+    except json.JSONDecodeError as error:
+        return None, _broken(error.msg, error.colno, error.doc[error.pos :])
+    except RecursionError:
+        return None, _broken("nested too deeply", 1, "")
+    except ValueError as error:  # an integer of more than 4,300 digits
+        return None, f"broken JSON: {error}"
+
+
+def _broken(what: str, column: int, found: str) -> str:
     shown = f", found {found[:40]!r}" if found else ", found the end"
-    return Eagle3Error(f"{where}: broken JSON: {what} at column {column}{shown}; repair or remove that record")
+    return f"broken JSON: {what} at column {column}{shown}"
 
 
 def _json_values(file: Path) -> Iterator[Raw]:
@@ -201,6 +228,8 @@ class _JsonText:
                     raise self.broken(error.msg, error.pos) from None
             except RecursionError:
                 raise self.broken("nested too deeply") from None
+            except ValueError as error:  # an integer of more than 4,300 digits
+                raise self.broken(str(error)) from None
             else:
                 if end < len(self._window) or self._ended:
                     self.line += self._window.count("\n", self._start, end)
@@ -212,7 +241,7 @@ class _JsonText:
         position = self._start if position is None else position
         line = self.line + self._window.count("\n", self._start, position)
         column = position - self._window.rfind("\n", 0, position)
-        return _broken(f"{self._file}:{line}", what, column, self._window[position : position + 40])
+        return Eagle3Error(f"{self._file}:{line}: {_broken(what, column, self._window[position : position + 40])}; repair that record")
 
     def _more(self) -> None:
         self._window, self._start = self._window[self._start :], 0
@@ -230,47 +259,78 @@ class _JsonText:
 # tables, hub, package ------------------------------------------------------------------------------------------------
 
 
-def _table(file: Path) -> Iterator[Raw]:
+def _table(file: Path, kind: str) -> Iterator[Raw]:
     row = 0
-    for batch in _batches(file):
-        for value in batch.to_pylist():
+    for batch in _batches(file, kind):
+        for value, broken in _values(batch):
             row += 1
-            yield Raw(value, file.name, f"{file}: row {row}")
+            yield Raw(value, file.name, f"{file}: row {row}", broken)
 
 
-def _batches(file: Path) -> Iterator[Any]:
+def _batches(file: Path, kind: str) -> Iterator[Any]:
+    """Through buffers, not through a memory map: pages of a map would count as memory of ours, up to the whole file."""
     import pyarrow
     from pyarrow import ipc, parquet
 
     try:
-        if file.suffix == ".parquet":
-            yield from parquet.ParquetFile(file).iter_batches(batch_size=512)
+        if kind == ".parquet":
+            yield from parquet.ParquetFile(file, buffer_size=_CHUNK).iter_batches(batch_size=_ROWS)
             return
-        with pyarrow.memory_map(str(file)) as mapped:
+        with pyarrow.OSFile(str(file)) as handle:
             try:
-                yield from ipc.open_stream(mapped)  # what `datasets` writes
+                batches: Iterator[Any] = iter(ipc.open_stream(handle))  # what `datasets` writes
             except pyarrow.ArrowInvalid:
-                mapped.seek(0)
-                reader = ipc.open_file(mapped)
-                yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+                handle.seek(0)
+                reader = ipc.open_file(handle)
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            for batch in batches:
+                yield from (batch.slice(at, _ROWS) for at in range(0, batch.num_rows, _ROWS))
     except pyarrow.ArrowInvalid as error:
-        raise Eagle3Error(f"{file}: not a readable {file.suffix[1:]} file ({error})") from None
+        raise Eagle3Error(f"{file}: not a readable {kind[1:]} file ({error})") from None
+
+
+def _values(batch: Any) -> Iterator[tuple[Any, str]]:
+    """(row, "") or (None, why it cannot be read): text that is not UTF-8, a date that Python does not have."""
+    try:
+        yield from ((value, "") for value in batch.to_pylist())
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            yield None, f"unreadable row: {error}"
+            return
+        for row in range(batch.num_rows):
+            yield from _values(batch.slice(row, 1))
 
 
 def _may_be_hub_name(source: str) -> bool:
-    return source.count("/") <= 1 and not source.startswith((".", "/", "~")) and not glob.has_magic(source) and not Path(source).suffix
+    """name or owner/name, perhaps /config, perhaps :split. A file's suffix means that a file was meant."""
+    found = _HUB_NAME.fullmatch(source)
+    return found is not None and Path(found["name"]).suffix not in JSON_LINES + JSON_VALUES + TABLES + COMPRESSED + OTHER_FILES
 
 
-def _hub(name: str) -> Iterator[Raw]:
+def _hub(source: str) -> Iterator[Raw]:
     import datasets
 
+    found = _HUB_NAME.fullmatch(source)
+    assert found is not None  # `read` has seen to it
     try:
-        rows = datasets.load_dataset(name, split="train", streaming=True)
+        rows = datasets.load_dataset(found["name"], found["config"], split=found["split"] or "train", streaming=True)
         for number, value in enumerate(rows, 1):
-            yield Raw(value, name, f"{name}: row {number}")
+            yield Raw(value, source, f"{source}: row {number}")
     except Exception as error:  # the hub client raises a dozen kinds; all mean the same to the user
-        raise Eagle3Error(f"prompts {name!r}: no such file, and the data hub did not give it ({type(error).__name__}). "
-                          f"Give the path of a file, or {CHITCHAT!r}.") from None
+        why = (str(error).splitlines() or [""])[0][:200]
+        raise Eagle3Error(f"prompts {source!r}: no such file, and the data hub did not give it ({type(error).__name__}: {why}). "
+                          f"Give the path of a file, owner/name, owner/name:split, owner/name/config:split, or {CHITCHAT!r}.") from None
+
+
+def _hub_revision(source: str) -> str | None:
+    """The commit that the hub has now; None when it cannot be asked."""
+    from huggingface_hub import HfApi
+
+    found = _HUB_NAME.fullmatch(source)
+    try:
+        return HfApi().dataset_info(found["name"]).sha if found else None
+    except Exception:  # offline, no such name, no right: reading will tell
+        return None
 
 
 def _chitchat_file() -> Path:

@@ -14,9 +14,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from eagle3lib import targets
-from eagle3lib.chat import NOT_A_PREFIX, TOO_LONG, TOO_SHORT, Chat, Row, fit
+from eagle3lib.chat import Chat
 from eagle3lib.conversations import Conversation, Drop, Rendered, Tokenised, parse
 from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.rows import NOT_A_PREFIX, TOO_LONG, TOO_SHORT, Draft, Row, fit
 
 STYLES = tuple(templates.JINJA)
 CONTROL = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "thinking": "<|im_start|>", "tools": "<|endoftext|>"}
@@ -282,14 +283,12 @@ def test_fit_keeps_a_row_only_while_a_first_label_remains(mask: str, max_tokens:
 def test_encoding_by_the_last_control_token_equals_encoding_the_whole() -> None:
     """The shortcut of the prefix question against the slow way, on text that merges in odd ways."""
     chat = smol("chatml")
-    from eagle3lib.chat import _Encoded
-
-    whole = _Encoded(chat, "<|im_start|>user\n  a\n\n b<|im_end|>\n<|im_start|>assistant\n\n\n c  d<|im_end|>\n")
-    for at in range(1, len(whole.text)):
-        prefix = whole.text[:at]
-        ids = chat.tokenizer(prefix, add_special_tokens=False)["input_ids"]
+    text = "<|im_start|>user\n  a\n\n b<|im_end|>\n<|im_start|>assistant\n\n\n c  d<|im_end|>\n"
+    ((whole,),) = chat.encode([[Draft(text, Rendered(text), True)]])
+    for at in range(1, len(text)):
+        ids = chat.tokenizer(text[:at], add_special_tokens=False)["input_ids"]
         slow = len(ids) if whole.ids[: len(ids)] == ids else None
-        assert whole.tokens_of_prefix(prefix) == slow, prefix
+        assert whole.tokens_before(at) == slow, text[:at]
 
 
 def test_chat_of_a_folder_knows_its_stop_tokens(tiny: Any) -> None:

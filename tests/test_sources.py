@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
+import hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -19,7 +23,12 @@ LINES = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in RECORDS).encod
 
 
 def values(source: Path | str) -> list:
-    return [raw.value for raw in sources.read(str(source))]
+    """The records; a broken one is an error."""
+    found = list(sources.read(str(source)))
+    for raw in found:
+        if raw.broken:
+            raise Eagle3Error(f"{raw.where}: {raw.broken}")
+    return [raw.value for raw in found]
 
 
 def zst(data: bytes) -> bytes:
@@ -36,6 +45,10 @@ def zst(data: bytes) -> bytes:
         ("a.jsonl", LINES.replace(b"\n", b"\r\n\n")), ("a.jsonl.gz", gzip.compress(LINES)), ("a.jsonl.zst", zst(LINES)),
         ("a.json", LINES), ("a.json", json.dumps(RECORDS, indent=2).encode()), ("a.json", b" \n" + json.dumps(RECORDS).encode() + b"\n "),
         ("a.json.gz", gzip.compress(json.dumps(RECORDS).encode())), ("a.json.zst", zst(json.dumps(RECORDS).encode())),
+        # several members, as `cat a.gz b.gz` makes them
+        ("a.jsonl.gz", gzip.compress(LINES[:40]) + gzip.compress(LINES[40:])), ("a.jsonl.zst", zst(LINES[:40]) + zst(LINES[40:])),
+        # names that lie about the bytes
+        ("a.jsonl", gzip.compress(LINES)), ("a.jsonl", zst(LINES)), ("a.jsonl.gz", LINES), ("a.jsonl.gz", zst(LINES)), ("a.json.zst", LINES),
     ],
 )  # fmt: skip
 def test_json_files(tmp_path: Path, name: str, data: bytes) -> None:
@@ -81,7 +94,7 @@ def test_folders_and_globs_are_sorted_and_keep_file_names(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", LINES + b'{"prompt": "x"\n', r"a\.jsonl:6: broken JSON: .* at column 15, found the end; repair or remove"),
+        ("a.jsonl", LINES + b'{"prompt": "x"\n', r"a\.jsonl:6: broken JSON: .* at column 15, found the end"),
         ("a.jsonl", b"{}\n{'a': 1}\n{}", r"a\.jsonl:2: broken JSON: .* at column 2, found \"'a': 1}\""),
         ("a.jsonl", b'{}\n{"a": "\xff"}', r"a\.jsonl:2: not UTF-8 \(byte 7 is 0xff\)"),
         ("a.jsonl", b"{}\n" + b"[" * 200_000, r"a\.jsonl:2: broken JSON: nested too deeply"),
@@ -91,8 +104,13 @@ def test_folders_and_globs_are_sorted_and_keep_file_names(tmp_path: Path) -> Non
         ("a.json", b'[{"a": 1}, ', r"a\.json:1: broken JSON: the array does not end"),
         ("a.json", b'[{"a": "\xff"}]', r"a\.json:1: not UTF-8"),
         ("a.jsonl.gz", gzip.compress(LINES * 100)[:-20], r"a\.jsonl\.gz: cannot be read to its end"),
-        ("a.jsonl.gz", LINES, r"a\.jsonl\.gz: cannot be read to its end"),
-        ("a.jsonl.zst", LINES, r"a\.jsonl\.zst: cannot be read to its end"),
+        ("a.jsonl.zst", zst(LINES * 100)[:-3], r"a\.jsonl\.zst: cannot be read to its end"),
+        ("a.jsonl.gz", gzip.compress(LINES * 100) + b"rubbish", r"a\.jsonl\.gz: cannot be read to its end"),
+        ("a.jsonl.gz", b"\x1f\x8c" + gzip.compress(LINES)[2:], r"a\.jsonl\.gz:1: not UTF-8"),
+        ("a.jsonl", b'{"n": ' + b"7" * 5000 + b"}", r"a\.jsonl:1: broken JSON: .*digits"),
+        ("a.json", b'[{"n": ' + b"7" * 5000 + b"}]", r"a\.json:1: broken JSON: .*digits"),
+        ("a.jsonl", "{}\n".encode("utf-16"), r"a\.jsonl:1: not UTF-8"),
+        ("a.jsonl", b"{}\n" + b"\0" * 64, r"a\.jsonl:2: broken JSON"),
         ("a.parquet", LINES, r"a\.parquet: not a readable parquet file"),
         ("a.arrow", LINES, r"a\.arrow: not a readable arrow file"),
         ("a.csv", LINES, r"files of type \.csv are not read"),
@@ -119,15 +137,61 @@ def test_missing_sources(tmp_path: Path) -> None:
 
 
 def test_hub_name_that_cannot_be_had_is_one_readable_error() -> None:
-    with pytest.raises(Eagle3Error, match="the data hub did not give it"):
-        list(sources.read("nobody-here/no-such-data"))  # tests run offline
+    for name in ("nobody-here/no-such-data", "nobody/data-2.5", "nobody/data/config:split"):  # tests run offline
+        with pytest.raises(Eagle3Error, match="the data hub did not give it"):
+            list(sources.read(name))
+    assert sources.digest("nobody-here/no-such-data") is None
+    for path in ("data/missing.jsonl", "data/missing.jsonl.gz", "../data", "a/b/c/d", "data.csv"):
+        with pytest.raises(Eagle3Error, match="no such file, folder or glob"):
+            list(sources.read(path))
 
 
-def test_digest_knows_content_not_names(tmp_path: Path) -> None:
-    for name, data in [("a.jsonl", LINES), ("b.jsonl", LINES), ("c.jsonl", LINES + b"{}")]:
-        (tmp_path / name).write_bytes(data)
-    a, b, c = (sources.digest(str(tmp_path / f"{n}.jsonl")) for n in "abc")
-    assert a == b != c
+USE_HUB = """
+import sys
+from eagle3lib import sources
+for name in sys.argv[1:]:
+    try:
+        print([(raw.value["prompt"], raw.source, raw.where) for raw in sources.read(name)], sources.digest(name))
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_hub_name_is_read_through_datasets(tmp_path: Path) -> None:
+    """A hub of three answers on the loopback interface, and the real client. (It reads its address when imported.)"""
+    with hub.serve({"own/chats-1.5": {"train.jsonl": LINES, "test.jsonl": LINES.splitlines()[0]}}) as url:
+        env = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", USE_HUB, "own/chats-1.5", "own/chats-1.5:test", "own/chats-1.5:dev", "own/nothing"]
+        out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100).stdout.splitlines()
+    assert out[0] == f"{[(r['prompt'], 'own/chats-1.5', f'own/chats-1.5: row {i}') for i, r in enumerate(RECORDS, 1)]} {hub.COMMIT}"
+    assert out[1].startswith("[('question 0")
+    assert "dev" in out[2] and "'train'" in out[2]  # which splits there are
+    assert "own/nothing" in out[3] and "did not give it" in out[3]
+
+
+def test_tables_by_their_bytes_and_rows_that_python_cannot_hold(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "named.jsonl")
+    assert values(tmp_path / "named.jsonl") == RECORDS
+    text = pyarrow.StringArray.from_buffers(3, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"a\xffc"))
+    days = pyarrow.array([0, 0, 2**60], pyarrow.timestamp("s"))
+    for name, column in [("text", text), ("days", days)]:
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x", "y", "z"], "c": column}), tmp_path / f"{name}.parquet")
+    assert [r.broken[:14] for r in sources.read(str(tmp_path / "text.parquet"))] == ["", "unreadable row", ""]
+    assert [(r.broken[:14], r.where[-5:]) for r in sources.read(str(tmp_path / "days.parquet"))][2] == ("unreadable row", "row 3")
+
+
+def test_digest_knows_bytes_names_and_where_files_end(tmp_path: Path) -> None:
+    """Names, because rows carry them; ends, because a line that moves to the next file changes its rows."""
+
+    def digest(**files: bytes) -> str | None:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name, data in files.items():
+            (folder / f"{name}.jsonl").write_bytes(data)
+        return sources.digest(str(folder))
+
+    seen = [digest(a=LINES), digest(b=LINES), digest(a=LINES + b"{}"), digest(a=b"{}\n{}\n", b=b"{}\n"), digest(a=b"{}\n", b=b"{}\n{}\n")]
+    assert len(set(seen)) == 5 and digest(a=LINES) == seen[0]
 
 
 def test_chitchat_gives_many_different_questions() -> None:
