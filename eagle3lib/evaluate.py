@@ -1,6 +1,6 @@
 """Evaluate: the acceptance length that a server will show, measured and explained. What notebooks/05_evaluate.ipynb calls:
 
-    asked = evaluate.questions(eval_sets, eval_prompts, chat, room=..., seed=seed)      # prompts, rendered as in training
+    asked = questions.choose(eval_sets, eval_prompts, chat, room=..., seed=seed)        # prompts, rendered as in training
     results = evaluate.measure(model, draft, asked, chat, steps=..., max_new_tokens=...)  # the lossless loop, proven reply by reply
     evaluate.check(stage.checks, results)                                               # lossless; replay equals measured
     evaluate.check_prompts(stage.checks, chat, stage.dir)                                # the prompts are those of training
@@ -25,18 +25,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eagle3lib import acceptance, draftcheck, evalsets, export, speculate, targets
+from eagle3lib import acceptance, draftcheck, export, speculate, targets
 from eagle3lib.acceptance import Acceptance
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
-from eagle3lib.conversations import Drop
 from eagle3lib.draft import Draft
 from eagle3lib.draftcheck import Problem
-from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.errors import Eagle3Error
 from eagle3lib.export import RoundTrip
 from eagle3lib.loss import joint_hits
 from eagle3lib.prepared import ABOUT, FOLDER
 from eagle3lib.preview import View
+from eagle3lib.questions import Asked, Question, follow, room
 from eagle3lib.runs import read_json
 from eagle3lib.speculate import Mismatch, Reply, Times
 from eagle3lib.store import Sample
@@ -45,70 +45,6 @@ ALL = "all"
 BATCH = 16  # prompts in lockstep: weights are read once for all (SmolLM2, one core: verifying 12 took 2.6 times what one takes)
 PREFILL = 4096  # tokens of a batch's prompts, padded: transformers keeps every layer's states of them for a moment
 ROUND_TRIP = 1e-5  # of the logits' own size, in float32
-
-
-# Questions -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt as token ids; `later` are the user's next turns, to be asked after the reply."""
-
-    set: str
-    id: str
-    ids: list[int]
-    messages: list[dict[str, str]]
-    later: tuple[str, ...] = ()
-
-
-@dataclass
-class Asked:
-    """The questions in a fixed order, and what could not be asked: reason -> how many."""
-
-    questions: list[Question] = field(default_factory=list)
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        sets = {q.set: sum(x.set == q.set for x in self.questions) for q in self.questions}
-        left_out = f"; left out: {self.dropped}" if self.dropped else ""
-        return ", ".join(f"{n} of {name}" for name, n in sets.items()) + left_out
-
-
-def questions(sets: Sequence[str], per_set: int, chat: Chat, *, room: int, turns: int = 1, seed: int = 0) -> Asked:
-    """`per_set` prompts of each set, drawn by the seed; the first `turns` turns of each will be asked.
-
-    `room`: the longest prompt that can be asked [tokens]. Prompts that are longer, or hold control tokens, are replaced
-    and counted. ParamError on an unknown set or a count below one; Eagle3Error when nothing is left of a set.
-    """
-    if per_set < 1 or turns < 1:
-        raise ParamError(f"eval_prompts is {per_set} and the turns are {turns}; both must be at least 1")
-    asked = Asked()
-    for name in sets:
-        prompts, found = evalsets.load(name), 0
-        for i in np.random.default_rng(seed).permutation(len(prompts)):
-            if found == per_set:
-                break
-            try:
-                asked.questions.append(_question(name, prompts[i].id, [], prompts[i].turns[:turns], chat, room))
-                found += 1
-            except Drop as drop:
-                asked.dropped[drop.reason] = asked.dropped.get(drop.reason, 0) + 1
-        if not found:
-            raise Eagle3Error(f"evaluation set {name}: none of its {len(prompts)} prompts can be asked: {asked.dropped}. Choose another")
-    return asked
-
-
-def _question(name: str, id: str, history: list[dict[str, str]], turns: Sequence[str], chat: Chat, room: int) -> Question:
-    messages = [*history, {"role": "user", "content": turns[0]}]
-    ids = chat.prompt_ids(messages)
-    if len(ids) > room:
-        raise Drop("prompt longer than the context allows", f"{len(ids)} tokens")
-    return Question(name, id, ids, messages, tuple(turns[1:]))
-
-
-def room(model: torch.nn.Module, max_new_tokens: int, steps: int) -> int:
-    """The longest prompt [tokens] that leaves room for a reply and one more chain in the target's context."""
-    return model.config.get_text_config().max_position_embeddings - max_new_tokens - steps
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
@@ -221,7 +157,7 @@ def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, s
                 outcome, sample = _prove(model, draft, question, reply, steps)
                 outcomes.append(outcome)
                 witness = witness or sample
-                waiting += _follow(question, reply, chat, room(model, max_new_tokens, steps))
+                waiting += follow(question, reply.tokens, chat, room(model, max_new_tokens, steps))
             bar.update(max_new_tokens * len(group) - spent.tokens)  # tokens that ended replies did not need
             so_far = acceptance.measured([o.reply.rounds for o in outcomes], steps)
             bar.set_postfix_str(f"acceptance length {so_far.length:.2f}", refresh=False)
@@ -241,20 +177,10 @@ def _group(waiting: list[Question], batch: int) -> int:
 def _prove(model: torch.nn.Module, draft: Draft, question: Question, reply: Reply, steps: int) -> tuple[Outcome, Sample]:
     proof = speculate.prove(model, question.ids, reply.tokens, draft.cfg.aux_layers)
     hits, known = speculate.teacher_forced(draft, proof.sample, steps)
-    replayed = speculate.replay(hits, known, len(question.ids) + 1, reply.finish) == reply.rounds
+    seen = [r._replace(beyond=0) for r in reply.rounds]  # the proof ends where the reply does
+    replayed = speculate.replay(hits, known, len(question.ids) + 1, reply.finish) == seen
     counts = joint_hits(hits, known).sum(0).tolist(), known.sum(0).tolist()
     return Outcome(question, reply, proof.mismatch, proof.smallest_margin, *counts, replayed), proof.sample
-
-
-def _follow(question: Question, reply: Reply, chat: Chat, room: int) -> list[Question]:
-    """The question's next turn, behind the reply as a client would send it back."""
-    if not question.later:
-        return []
-    history = [*question.messages, {"role": "assistant", "content": chat.decode_reply(reply.tokens)}]
-    try:
-        return [_question(question.set, f"{question.id}+", history, question.later, chat, room)]
-    except Drop:
-        return []  # the reply holds a control token in text, or fills the context: the conversation ends here
 
 
 # Checks --------------------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def _emit(reply: Reply, prompt: int, emitted: list[int], ends: set[int], limit: 
     left, context = limit - len(reply.tokens), prompt + len(reply.tokens)
     length = next((i + 1 for i, token in enumerate(emitted) if token in ends), len(emitted))
     if length > left:
-        reply.rounds.append(Round(context, left - 1, "limit"))
+        reply.rounds.append(Round(context, left - 1, "limit", beyond=length - left))
     else:
         reply.rounds.append(Round(context, length - 1, "eos" if emitted[length - 1] in ends else ""))
     reply.tokens += emitted[: min(length, left)]

@@ -142,7 +142,7 @@ def test_lossless_with_a_draft_that_is_right_now_and_then(model, monkeypatch, se
     assert times.rounds == sum(len(r.rounds) for r in replies) and times.tokens == 4 * (new - 1)
     for prompt, reply in zip(prompts, replies, strict=True):
         consistent(reply, prompt)
-    complete = [r.accepted for reply in replies for r in reply.rounds if r.end != "limit"]
+    complete = [r.accepted + r.beyond for reply in replies for r in reply.rounds]
     assert complete and sorted(complete) == sorted(script.should_accept(replies))
 
 
@@ -187,8 +187,8 @@ class Script:
         self.live = [self.live[j] for j in rows]
 
     def should_accept(self, replies):
-        """What the scripted mistakes allow, for the rounds that no limit cut."""
-        return [run for b, reply in enumerate(replies) for run, r in zip(self.right_runs[b], reply.rounds, strict=True) if r.end != "limit"]
+        """What the scripted mistakes allow, also where the limit cut."""
+        return [run for b, reply in enumerate(replies) for run, _ in zip(self.right_runs[b], reply.rounds, strict=True)]
 
 
 def stub_draft():
@@ -246,7 +246,7 @@ def test_a_round_that_the_limit_cuts_is_marked(toy, limit):
     consistent(reply, [40, 41])
     cut = (limit - 1) % (STEPS + 1) != 0
     assert [r.end for r in reply.rounds] == [""] * (len(reply.rounds) - cut) + ["limit"] * cut
-    assert all(r.accepted == STEPS for r in reply.rounds if r.end == "")
+    assert all(r.accepted + r.beyond == STEPS for r in reply.rounds)
 
 
 def test_replies_of_a_batch_end_at_different_rounds(toy):
@@ -318,7 +318,7 @@ def test_teacher_forced_replay_predicts_every_round(toy, amount):
         for prompt, reply in zip(prompts, replies, strict=True):
             proof = speculate.prove(target, prompt, reply.tokens, LAYERS)
             hits, known = speculate.teacher_forced(draft, proof.sample, STEPS)
-            assert speculate.replay(hits, known, len(prompt) + 1, reply.finish) == reply.rounds
+            assert speculate.replay(hits, known, len(prompt) + 1, reply.finish) == [r._replace(beyond=0) for r in reply.rounds]
             assert len(hits) == len(reply.tokens) - 1
 
 
@@ -348,7 +348,7 @@ def test_a_draft_served_one_position_off_is_noticed_by_the_replay(toy, monkeypat
     assert all(p.mismatch is None for p in proofs)  # still lossless: only the speed is gone
     replays = [speculate.replay(*speculate.teacher_forced(draft, proof.sample, STEPS), len(p) + 1, r.finish)
                for p, r, proof in zip(prompts, replies, proofs, strict=True)]
-    assert replays != [r.rounds for r in replies]
+    assert replays != [[r._replace(beyond=0) for r in reply.rounds] for reply in replies]
 
 
 def test_replay_by_hand():
