@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eagle3lib.errors import ParamError
+
 DEFINITIONS = """\
 Each round the draft proposes tokens up to K places ahead, and the target verifies them all in one forward. A chain proposes one token a
 place; a tree several, and keeps the branch that the target follows. A tree accepts more than a chain of the same weights: every figure says
@@ -32,6 +34,31 @@ which it is. Temperature 0 unless said.
 
 USELESS_LENGTH = 1.05  # below this, drafting cannot pay for its own forward passes
 RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is drafted in a round. `steps`: places ahead (K); `topk`: drafts a place; `tokens`: verified a round, the newest known one
+    included, as engines count. A chain has topk 1 and verifies steps + 1. ParamError on a shape that cannot be."""
+
+    steps: int
+    topk: int = 1
+    tokens: int = 0  # 0: a chain's steps + 1
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.topk < 1:
+            raise ParamError(f"draft shape: {self.steps} steps and top-{self.topk}; both must be at least 1")
+        most = self.topk + (self.steps - 1) * self.topk**2  # what a tree of this depth ever looks at
+        tokens = self.tokens or self.steps + 1
+        if self.topk == 1 and tokens != self.steps + 1:
+            raise ParamError(f"draft shape: a chain of {self.steps} steps verifies {self.steps + 1} tokens, not {tokens}")
+        if not self.steps + 1 <= tokens <= most + 1:
+            raise ParamError(f"draft shape: a tree of {self.steps} steps, top-{self.topk}, verifies between {self.steps + 1} and {most + 1} "
+                             f"tokens, not {tokens}")
+        object.__setattr__(self, "tokens", tokens)
+
+    def __str__(self) -> str:
+        return f"chain of {self.steps}" if self.topk == 1 else f"tree of depth {self.steps}, top-{self.topk}, {self.tokens} tokens"
 
 
 class Round(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from eagle3lib import acceptance, draftcheck, export, speculate, targets
-from eagle3lib.acceptance import Acceptance
+from eagle3lib.acceptance import Acceptance, Shape
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
 from eagle3lib.draft import Draft
@@ -40,6 +40,7 @@ from eagle3lib.questions import Asked, Question, follow, room
 from eagle3lib.runs import read_json
 from eagle3lib.speculate import Mismatch, Reply, Times
 from eagle3lib.store import Sample
+from eagle3lib.tables import table
 
 ALL = "all"
 BATCH = 16  # prompts in lockstep: weights are read once for all (SmolLM2, one core: verifying 12 took 2.6 times what one takes)
@@ -76,6 +77,15 @@ class Results:
     times: Times
     witness: Sample  # prompt, reply and hidden states of one question, for the round trip of the export
 
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.steps)
+
+    @property
+    def questions(self) -> list[Question]:
+        """All that were asked, later turns behind the target's own replies included."""
+        return [o.question for o in self.outcomes]
+
     @cached_property
     def figures(self) -> dict[str, Figure]:
         """Per set in the order asked, then "all": every prompt of every set."""
@@ -86,7 +96,8 @@ class Results:
 
     def _figure(self, group: list[Outcome]) -> Figure:
         measured = acceptance.measured([o.reply.rounds for o in group], self.steps, seed=self.seed)
-        return Figure(measured, acceptance.from_counts([o.hits for o in group], [o.tried for o in group], seed=self.seed))
+        hits_PK, tried_PK = (np.array([getattr(o, name) for o in group]) for name in ("hits", "tried"))
+        return Figure(measured, acceptance.from_counts(hits_PK, tried_PK, seed=self.seed))
 
     @property
     def lossless(self) -> bool:
@@ -119,7 +130,7 @@ class Results:
         head = ["set", "prompts", "rounds", "measured", "simulated", "rate", *(f"pos {k + 1}" for k in range(self.steps))]
         rows = [[name, str(m.prompts), f"{m.rounds:,}", str(m), str(s), f"{m.rate:.0%}", *(f"{x:.0%}" for x in m.survival)]
                 for name, (m, s) in self.figures.items()]
-        return _table(head, rows)
+        return table(head, rows)
 
     def metrics(self) -> dict[str, Any]:
         """The numbers for `stage.finish`."""
@@ -135,6 +146,11 @@ class Results:
         }  # fmt: skip
 
 
+def device(name: str = "auto") -> str:
+    """"cpu" or "cuda"; "auto" takes a GPU when there is one."""
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, steps: int, max_new_tokens: int, seed: int = 0,
             batch: int = BATCH) -> Results:
     """Answer every question by draft-and-verify and prove each reply; `model` is the target, in float32 to be lossless.
@@ -142,7 +158,9 @@ def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, s
     Questions of like length go together. A question's later turns are asked once its reply is there. Shows progress
     and time left. `seed` draws the bootstrap. Raises Eagle3Error when there is no question.
     """
-    waiting, outcomes, times, witness = sorted(asked.questions, key=lambda q: len(q.ids)), [], Times(), None
+    waiting, times = sorted(asked.questions, key=lambda q: len(q.ids)), Times()
+    outcomes: list[Outcome] = []
+    samples: list[Sample] = []  # of the first outcome alone
     if not waiting:
         raise Eagle3Error("evaluate: no question to ask; name at least one evaluation set")
     total = max_new_tokens * sum(1 + len(q.later) for q in waiting)
@@ -156,14 +174,14 @@ def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, s
             for question, reply in zip(group, replies, strict=True):
                 outcome, sample = _prove(model, draft, question, reply, steps)
                 outcomes.append(outcome)
-                witness = witness or sample
+                samples = samples or [sample]
                 waiting += follow(question, reply.tokens, chat, room(model, max_new_tokens, steps))
             bar.update(max_new_tokens * len(group) - spent.tokens)  # tokens that ended replies did not need
             so_far = acceptance.measured([o.reply.rounds for o in outcomes], steps)
             bar.set_postfix_str(f"acceptance length {so_far.length:.2f}", refresh=False)
     places = {id(q): n for n, q in enumerate(asked.questions)}
     outcomes.sort(key=lambda o: places.get(id(o.question), len(places)))
-    return Results(steps, seed, outcomes, times, witness)
+    return Results(steps, seed, outcomes, times, samples[0])
 
 
 def _group(waiting: list[Question], batch: int) -> int:
@@ -188,9 +206,9 @@ def _prove(model: torch.nn.Module, draft: Draft, question: Question, reply: Repl
 
 def check(checks: Checks, results: Results) -> None:
     """Add "lossless" and "replay equals measured"."""
-    wrong = [o for o in results.outcomes if o.mismatch]
-    first = f"; {wrong[0].question.set} {wrong[0].question.id}: {wrong[0].mismatch}" if wrong else ""
-    tie = bool(wrong) and all(o.mismatch.near_tie for o in wrong)
+    wrong = [(o.question, o.mismatch) for o in results.outcomes if o.mismatch]
+    first = f"; {wrong[0][0].set} {wrong[0][0].id}: {wrong[0][1]}" if wrong else ""
+    tie = bool(wrong) and all(mismatch.near_tie for _, mismatch in wrong)
     checks.add("lossless", not wrong, f"{len(wrong)} of {len(results.outcomes)} replies differ{first}", 0,
                "a loop whose tokens are not the target's own: its acceptance length would be that of another model",
                "A near-tie is rounding: two kernels order all but equal logits differently. Take another seed or machine, and say so."
@@ -270,16 +288,6 @@ def _card_figures(results: Results) -> dict[str, Any]:
 
 
 # Showing -------------------------------------------------------------------------------------------------------------
-
-
-def _table(head: list[str], rows: list[list[str]]) -> View:
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
-
-    def line(tag: str, row: list[str]) -> str:
-        return "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-
-    return View(text, f"<table class='acceptance'>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>")
 
 
 _MARK = "background:#cfe6f5;border-bottom:3px solid #0072B2"

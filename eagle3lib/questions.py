@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import torch
 
 from eagle3lib import evalsets
 from eagle3lib.chat import Chat
 from eagle3lib.conversations import Drop
 from eagle3lib.errors import Eagle3Error, ParamError
+
 
 @dataclass(frozen=True)
 class Question:
@@ -81,6 +82,6 @@ def follow(asked: Question, reply: Sequence[int], chat: Chat, room: int) -> list
         return []  # the reply holds a control token in text, or fills the context: the conversation ends here
 
 
-def room(model: torch.nn.Module, max_new_tokens: int, steps: int) -> int:
+def room(model: Any, max_new_tokens: int, steps: int) -> int:
     """The longest prompt [tokens] that leaves room for a reply and one more chain in the target's context."""
     return model.config.get_text_config().max_position_embeddings - max_new_tokens - steps

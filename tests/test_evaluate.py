@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_speculate import greedy, new_draft
+from toys import greedy, new_draft
 
 from eagle3lib import acceptance, draftcheck, evalsets, evaluate, plots, questions, runs, speculate, targets
 from eagle3lib.acceptance import Round
