@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eagle3lib import draftcheck, speculate
+from eagle3lib import draftcheck, proof
 from eagle3lib.acceptance import RESAMPLES, Acceptance
 from eagle3lib.checks import Checks
 from eagle3lib.draft import Draft
@@ -142,9 +142,9 @@ def replay(model: torch.nn.Module, draft: Draft, arm: Arm, steps: int, seed: int
     """Teacher-force every served reply and hold the predicted verify steps against the counted ones, paired, by bootstrap."""
     counted, predicted = [], []
     for question, reply in zip(arm.questions, tqdm(arm.replies, desc="replaying what was served", unit="reply", mininterval=1), strict=True):
-        sample = speculate.prove(model, question.ids, reply.output_ids, draft.cfg.aux_layers).sample
+        sample = proof.prove(model, question.ids, reply.output_ids, draft.cfg.aux_layers).sample
         finish = "eos" if reply.finish_reason == "stop" else "limit"
-        predicted.append(len(speculate.replay(*speculate.teacher_forced(draft, sample, steps), len(question.ids) + 1, finish)))
+        predicted.append(len(proof.replay(*proof.teacher_forced(draft, sample, steps), len(question.ids) + 1, finish)))
         counted.append(reply.verify_steps)
     c, p = np.array(counted), np.array(predicted)
     drawn = np.random.default_rng(seed).multinomial(len(c), [1 / len(c)] * len(c), size=RESAMPLES)

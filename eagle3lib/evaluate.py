@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eagle3lib import acceptance, draftcheck, export, speculate, targets
+from eagle3lib import acceptance, draftcheck, export, proof, speculate, targets
 from eagle3lib.acceptance import Acceptance, Shape
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
@@ -36,9 +36,10 @@ from eagle3lib.export import RoundTrip
 from eagle3lib.loss import joint_hits
 from eagle3lib.prepared import ABOUT, FOLDER
 from eagle3lib.preview import View
+from eagle3lib.proof import Mismatch
 from eagle3lib.questions import Asked, Question, follow, room
 from eagle3lib.runs import read_json
-from eagle3lib.speculate import Mismatch, Reply, Times
+from eagle3lib.speculate import Reply, Times
 from eagle3lib.store import Sample
 from eagle3lib.tables import table
 
@@ -168,7 +169,7 @@ def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, s
         while waiting:
             size = _group(waiting, batch)
             group, waiting = waiting[:size], waiting[size:]
-            replies, spent = speculate.generate(model, draft, [q.ids for q in group], steps=steps, max_new_tokens=max_new_tokens,
+            replies, spent = speculate.generate(model, draft, [q.ids for q in group], shape=Shape(steps), max_new_tokens=max_new_tokens,
                                                 ends=set(chat.stop_ids), on_tokens=bar.update)
             times.add(spent)
             for question, reply in zip(group, replies, strict=True):
@@ -193,12 +194,12 @@ def _group(waiting: list[Question], batch: int) -> int:
 
 
 def _prove(model: torch.nn.Module, draft: Draft, question: Question, reply: Reply, steps: int) -> tuple[Outcome, Sample]:
-    proof = speculate.prove(model, question.ids, reply.tokens, draft.cfg.aux_layers)
-    hits, known = speculate.teacher_forced(draft, proof.sample, steps)
+    proved = proof.prove(model, question.ids, reply.tokens, draft.cfg.aux_layers)
+    hits, known = proof.teacher_forced(draft, proved.sample, steps)
     seen = [r._replace(beyond=0) for r in reply.rounds]  # the proof ends where the reply does
-    replayed = speculate.replay(hits, known, len(question.ids) + 1, reply.finish) == seen
+    replayed = proof.replay(hits, known, len(question.ids) + 1, reply.finish) == seen
     counts = joint_hits(hits, known).sum(0).tolist(), known.sum(0).tolist()
-    return Outcome(question, reply, proof.mismatch, proof.smallest_margin, *counts, replayed), proof.sample
+    return Outcome(question, reply, proved.mismatch, proved.smallest_margin, *counts, replayed), proved.sample
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
@@ -212,12 +213,12 @@ def check(checks: Checks, results: Results) -> None:
     checks.add("lossless", not wrong, f"{len(wrong)} of {len(results.outcomes)} replies differ{first}", 0,
                "a loop whose tokens are not the target's own: its acceptance length would be that of another model",
                "A near-tie is rounding: two kernels order all but equal logits differently. Take another seed or machine, and say so."
-               if tie else "Acceptance, cache or positions are wrong in eagle3lib.speculate: do not use this figure.")
+               if tie else "Acceptance, cache or positions are wrong in eagle3lib.verifier: do not use this figure.")
     odd = [o for o in results.outcomes if not o.replayed]
     first = f"; first: {odd[0].question.set} {odd[0].question.id}" if odd else ""
     checks.add("replay equals measured", not odd, f"{len(odd)} of {len(results.outcomes)} replies{first}", 0,
                "a draft that sees other states, tokens or positions when serving than in training",
-               "Compare the rows of eagle3lib.speculate.Drafter with eagle3lib.ttt for the question named; one alone may be a near-tie.")
+               "Compare the rows of eagle3lib.drafter with eagle3lib.ttt for the question named; one alone may be a near-tie.")
 
 
 def check_prompts(checks: Checks, chat: Chat, run: Path) -> None:

@@ -10,15 +10,16 @@ import pytest
 import torch
 from toys import greedy, new_draft
 
-from eagle3lib import acceptance, draftcheck, evalsets, evaluate, plots, questions, runs, speculate, targets
+from eagle3lib import acceptance, draftcheck, evalsets, evaluate, plots, proof, questions, runs, targets
 from eagle3lib.acceptance import Round
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.evalsets import EvalPrompt
 from eagle3lib.evaluate import Outcome
+from eagle3lib.proof import Mismatch
 from eagle3lib.questions import Question
-from eagle3lib.speculate import Mismatch, Reply, Times
+from eagle3lib.speculate import Reply, Times
 
 STEPS = 3
 PROMPTS = {
@@ -135,8 +136,8 @@ def test_figures_pool_counts_by_set_and_overall(results):
 
 def test_simulated_counts_are_the_joint_hits_of_all_rows(results, draft, model):
     for o in results.outcomes[:3]:
-        proof = speculate.prove(model, o.question.ids, o.reply.tokens, draft.cfg.aux_layers)
-        hits, known = speculate.teacher_forced(draft, proof.sample, STEPS)
+        proved = proof.prove(model, o.question.ids, o.reply.tokens, draft.cfg.aux_layers)
+        hits, known = proof.teacher_forced(draft, proved.sample, STEPS)
         runs = [int((hits & known)[m].long().cumprod(0).sum()) for m in range(len(hits))]
         assert o.hits == [sum(run > k for run in runs) for k in range(STEPS)]
         assert o.tried == [max(0, len(o.reply.tokens) - 1 - k) for k in range(STEPS)]

@@ -70,8 +70,8 @@ class Standin:
         draft = copy.deepcopy(self.draft)
         if "random head" in self.faults:
             draft.lm_head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
-        steps = STEPS if self.drafting else 1
-        replies, _ = speculate.generate(self.model, draft, prompts, steps=steps, max_new_tokens=max_new_tokens, ends=set(stop_token_ids))
+        shape = Shape(STEPS if self.drafting else 1)
+        replies, _ = speculate.generate(self.model, draft, prompts, shape=shape, max_new_tokens=max_new_tokens, ends=set(stop_token_ids))
         return [self._reply(p, r) for p, r in zip(prompts, replies, strict=True)]
 
     def _reply(self, prompt, reply):
@@ -125,7 +125,7 @@ def test_served_figures_are_those_of_the_loop(serve, parts):
     """The stand-in counts as the loop does; a missing first token, a cut round or an end inside a round would show."""
     target, draft, exported, results, stops = parts
     serving = serve()
-    replies, _ = speculate.generate(target, draft, [q.ids for q in results.questions], steps=STEPS, max_new_tokens=NEW, ends=set(stops))
+    replies, _ = speculate.generate(target, draft, [q.ids for q in results.questions], shape=CHAIN, max_new_tokens=NEW, ends=set(stops))
     measured = acceptance.measured([r.rounds for r in replies], STEPS)
     found = serving.figures["all"]
     assert {r.finish for r in replies} == {"eos", "limit"} and any(r.rounds[-1].beyond for r in replies if r.rounds)
