@@ -1,70 +1,55 @@
-"""Does the acceptance length survive serving? SGLang with a run's exported draft, beside the lossless loop, on the same prompts.
+"""Does the acceptance length survive serving, and what does it bring? SGLang with a run's exported draft, beside the lossless loop.
 
-    python benchmarks/served.py runs/latest --steps 3 --prompts 24 --tokens 128        needs a GPU: SGLang cannot speculate on a CPU
+    python benchmarks/served.py runs/latest --steps 3 --prompts 24 --tokens 128         needs a GPU: SGLang cannot speculate on a CPU
+    python benchmarks/served.py runs/latest --steps 5 --topk 4 --verify 16              a tree, as SGLang counts: depth, top-k, tokens
 
-Served: (completion tokens - 1) / verify steps over the replies of a set (the first token comes from the prefill, not from a verify
-step), with a 95 % bootstrap interval over prompts. Measured and simulated: eagle3lib.evaluate, float32.
+The notebook 05_evaluate does the same within a run. Prints the verdict, the figures a set, speed at batch 1 and at the working batch,
+the tested causes of a difference, and all checks; `--out FILE` writes the numbers as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from eagle3lib import checkpoint, evaluate, targets
+from eagle3lib import agreement, checkpoint, evaluate, questions, runs, served, targets
+from eagle3lib.acceptance import Shape
 from eagle3lib.chat import Chat
-from eagle3lib.engine import Engine
+from eagle3lib.checks import Checks
 
 SETS = ["mtbench", "humaneval", "gsm8k"]
-
-
-def serve(target: Path, draft: Path, asked: evaluate.Asked, steps: int, tokens: int) -> list[dict[str, Any]]:
-    """meta_info of every reply, in the order asked."""
-    flags = {"algorithm": "EAGLE3", "draft-model-path": str(draft.resolve()), "num-steps": str(steps), "eagle-topk": "1",
-             "num-draft-tokens": str(steps + 1)}
-    extra = [word for name, value in flags.items() for word in (f"--speculative-{name}", value)]
-    with tempfile.TemporaryDirectory() as scratch, Engine.start(target, Path(scratch), extra_args=[*extra, "--disable-cuda-graph"]) as engine:
-        def ask(n: int) -> dict[str, Any]:
-            return engine.client.post(asked.questions[n].ids, f"served-{n}", {"temperature": 0, "max_new_tokens": tokens})["meta_info"]
-
-        with ThreadPoolExecutor(32) as pool:
-            return list(pool.map(ask, range(len(asked.questions))))
-
-
-def served_length(metas: list[dict[str, Any]], seed: int = 0) -> tuple[float, float, float, int]:
-    """(acceptance length, low, high, verify steps)."""
-    written = np.array([m["completion_tokens"] - 1 for m in metas])
-    verified = np.array([m["spec_verify_ct"] for m in metas])
-    draws = np.random.default_rng(seed).integers(0, len(metas), (2000, len(metas)))
-    low, high = np.percentile(written[draws].sum(1) / verified[draws].sum(1), [2.5, 97.5])
-    return float(written.sum() / verified.sum()), float(low), float(high), int(verified.sum())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--target", default="smollm2")
-    for name, default in (("steps", 3), ("prompts", 24), ("tokens", 128)):
+    parser.add_argument("--sets", nargs="+", default=SETS)
+    for name, default in (("steps", 3), ("topk", 1), ("verify", 0), ("prompts", 24), ("tokens", 128), ("batch", 32), ("turns", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--no-graphs", action="store_true", help="start without CUDA graphs: quick, and no speed-up means anything")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("served acceptance needs a GPU: SGLang cannot speculate on a CPU")
-    target = targets.resolve(args.target)
+        raise SystemExit(served.NO_GPU)
+    target, shape = targets.resolve(args.target), Shape(args.steps, args.topk, args.verify)
     chat, model = Chat.of(target), targets.load_model(target, device="cuda")
-    asked = evaluate.questions(SETS, args.prompts, chat, room=evaluate.room(model, args.tokens, args.steps))
-    metas = serve(target, args.run / "draft", asked, args.steps, args.tokens)
-    for name in SETS:
-        own = [m for m, q in zip(metas, asked.questions, strict=True) if q.set == name]
-        length, low, high, rounds = served_length(own)
-        print(f"served {name}: {length:.2f} [{low:.2f}, {high:.2f}] over {rounds:,} verify steps")
-    draft = checkpoint.load(args.run / "checkpoint", target)
-    print(evaluate.measure(model, draft, asked, chat, steps=args.steps, max_new_tokens=args.tokens).table())
+    draft = checkpoint.load(args.run / "checkpoint", target).to("cuda")
+    asked = questions.choose(args.sets, args.prompts, chat, room=questions.room(model, args.tokens, args.steps), turns=args.turns)
+    results = evaluate.measure(model, draft, asked, chat, steps=args.steps, max_new_tokens=args.tokens)
+    exported = evaluate.export_draft(draft, args.run / "serving" / "draft", target, results)
+    serving = served.serve(exported.folder, target, results.questions, shape, args.run / "serving", max_new_tokens=args.tokens,
+                           stop_ids=chat.stop_ids, batch=args.batch, cuda_graphs=not args.no_graphs, idle=[model, draft])
+    agreed, checks = agreement.compare(results, serving, exported, model, draft), Checks()
+    for part in (exported, serving, agreed):
+        part.check(checks)
+    evaluate.check(checks, results)
+    evaluate.judge(checks, results)
+    print(agreed.headline, agreed.table(), serving.table(), agreed.causes(), checks.table(), sep="\n\n")
+    if args.out:
+        runs.write_json(args.out, {**results.metrics(), **serving.metrics(), **agreed.metrics(), "checks": checks.records})
 
 
 if __name__ == "__main__":

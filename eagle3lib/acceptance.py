@@ -14,20 +14,51 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eagle3lib.errors import ParamError
+
 DEFINITIONS = """\
-Chain drafting (no tree), temperature 0: each round the draft proposes K tokens and the target verifies them in one forward.
+Each round the draft proposes tokens up to K places ahead, and the target verifies them all in one forward. A chain proposes one token a
+place; a tree several, and keeps the branch that the target follows. A tree accepts more than a chain of the same weights: every figure says
+which it is. Temperature 0 unless said.
 - accepted: leading drafts equal to the target's own greedy token. The first miss ends the round, whatever follows it;
-  a target token outside the draft vocabulary is a miss.
+  a target token outside the draft vocabulary is a miss. (Above temperature 0: drafts that exact rejection sampling keeps.)
 - acceptance length: tokens emitted per round = accepted drafts + 1 (the target's own token), between 1 and K+1. 1 = a useless draft.
-- acceptance rate: accepted drafts / proposed drafts.
+- acceptance rate: accepted drafts / K.
 - survival at position k: share of rounds whose first k drafts were all accepted (joint); 1 + sum of survivals = acceptance length.
-- The round that ends a reply counts the tokens it emitted; a round cut by the token limit is left out.
-- measured: counted in a real draft-and-verify loop. simulated: the same joint hits, teacher-forced at every reply row.
+- The round in which the reply ends counts the tokens it emitted. The round that the token limit cuts counts whole: left out, it
+  would take long rounds away more often than short ones.
+- simulated: the joint hits of a chain, teacher-forced at every reply row. measured: counted in a real draft-and-verify loop, where rounds
+  start behind misses. served: SGLang's own tokens and verify steps of each request, without the first token, which its prefill writes.
 - Intervals: 95 %, bootstrap over prompts (a prompt's rounds are not independent).
 """
 
 USELESS_LENGTH = 1.05  # below this, drafting cannot pay for its own forward passes
 RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is drafted in a round. `steps`: places ahead (K); `topk`: drafts a place; `tokens`: verified a round, the newest known one
+    included, as engines count. A chain has topk 1 and verifies steps + 1. ParamError on a shape that cannot be."""
+
+    steps: int
+    topk: int = 1
+    tokens: int = 0  # 0: a chain's steps + 1
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.topk < 1:
+            raise ParamError(f"draft shape: {self.steps} steps and top-{self.topk}; both must be at least 1")
+        most = self.topk + (self.steps - 1) * self.topk**2  # what a tree of this depth ever looks at
+        tokens = self.tokens or self.steps + 1
+        if self.topk == 1 and tokens != self.steps + 1:
+            raise ParamError(f"draft shape: a chain of {self.steps} steps verifies {self.steps + 1} tokens, not {tokens}")
+        if not self.steps + 1 <= tokens <= most + 1:
+            raise ParamError(f"draft shape: a tree of {self.steps} steps, top-{self.topk}, verifies between {self.steps + 1} and {most + 1} "
+                             f"tokens, not {tokens}")
+        object.__setattr__(self, "tokens", tokens)
+
+    def __str__(self) -> str:
+        return f"chain of {self.steps}" if self.topk == 1 else f"tree of depth {self.steps}, top-{self.topk}, {self.tokens} tokens"
 
 
 class Round(NamedTuple):
@@ -36,6 +67,7 @@ class Round(NamedTuple):
     context: int
     accepted: int  # drafts that entered the output before the round's own last token, 0..K
     end: str = ""
+    beyond: int = 0  # accepted as well, but cut off by the token limit (end is "limit")
 
 
 @dataclass(frozen=True)
@@ -52,7 +84,7 @@ class Acceptance:
     survival: list[float]
     survival_low: list[float]
     survival_high: list[float]
-    censored: int = 0
+    censored: int = 0  # rounds that the token limit cut; they count whole
 
     @property
     def record(self) -> dict[str, Any]:
@@ -67,14 +99,13 @@ def measured(rounds: Sequence[Sequence[Round]], steps: int, *, seed: int = 0) ->
 
     Raises ValueError for an accepted count outside 0..steps.
     """
-    kept = [[r for r in prompt if r.end != "limit"] for prompt in rounds]
-    accepted = [np.array([r.accepted for r in prompt], dtype=np.int64) for prompt in kept]
+    accepted = [np.array([r.accepted + r.beyond for r in prompt], dtype=np.int64) for prompt in rounds]
     for p, counts in enumerate(accepted):
         if counts.size and not 0 <= counts.min() <= counts.max() <= steps:
             raise ValueError(f"prompt {p}: accepted counts {counts.min()}..{counts.max()} lie outside 0..{steps}")
     survived_PK = np.array([[(counts > k).sum() for k in range(steps)] for counts in accepted]).reshape(-1, steps)
     rounds_PK = np.array([[counts.size] * steps for counts in accepted]).reshape(-1, steps)
-    censored = sum(map(len, rounds)) - sum(map(len, kept))
+    censored = sum(r.end == "limit" for prompt in rounds for r in prompt)
     return from_counts(survived_PK, rounds_PK, seed=seed, censored=censored)
 
 
@@ -94,6 +125,26 @@ def from_counts(hits_PK: np.ndarray, tried_PK: np.ndarray, *, seed: int = 0, cen
                       float(_share(hits_PK.sum(), tried_PK.sum())), survival_K.tolist(), low_K, high_K, censored)
 
 
+def counted(tokens_P: Sequence[int], rounds_P: Sequence[int], steps: int, *, seed: int = 0) -> Acceptance:
+    """Acceptance from totals alone, as an engine reports them: tokens emitted by rounds, and rounds, of each prompt. No survival.
+
+    Raises ValueError for totals that no `steps` drafts a round can give.
+    """
+    tokens, rounds = np.asarray(tokens_P, dtype=np.int64), np.asarray(rounds_P, dtype=np.int64)
+    if (tokens < rounds).any() or (tokens > rounds * (steps + 1)).any():
+        p = int(((tokens < rounds) | (tokens > rounds * (steps + 1))).argmax())
+        raise ValueError(f"prompt {p}: {tokens[p]} tokens in {rounds[p]} rounds lie outside 1..{steps + 1} a round")
+    drawn = _drawn(len(tokens), seed)
+    low, high = np.percentile(1 + _share(drawn @ (tokens - rounds), drawn @ rounds), [2.5, 97.5]) if len(tokens) else (float("nan"),) * 2
+    length = float(1 + _share((tokens - rounds).sum(), rounds.sum()))
+    return Acceptance(len(tokens), int(rounds.sum()), steps, length, float(low), float(high), (length - 1) / steps, [], [], [])
+
+
+def _drawn(prompts: int, seed: int) -> np.ndarray:
+    """[RESAMPLES, P]: how often each prompt is in each bootstrap sample."""
+    return np.random.default_rng(seed).multinomial(prompts, [1 / max(prompts, 1)] * prompts, size=RESAMPLES)
+
+
 def _share(hits: Any, tried: Any) -> np.ndarray:
     return np.asarray(hits / np.maximum(tried, 1))
 
@@ -103,7 +154,7 @@ def _intervals(hits_PK: np.ndarray, tried_PK: np.ndarray, seed: int) -> tuple[fl
     prompts = len(hits_PK)
     if prompts == 0:
         return float("nan"), float("nan"), [float("nan")] * hits_PK.shape[1], [float("nan")] * hits_PK.shape[1]
-    drawn = np.random.default_rng(seed).multinomial(prompts, [1 / prompts] * prompts, size=RESAMPLES)  # [B, P] copies of each prompt
+    drawn = _drawn(prompts, seed)
     survival_BK = _share(drawn @ hits_PK, drawn @ tried_PK)
     low_K, high_K = np.percentile(survival_BK, [2.5, 97.5], axis=0)
     low, high = np.percentile(1 + survival_BK.sum(1), [2.5, 97.5])

@@ -37,6 +37,8 @@ class Reply:
     cached_tokens: int
     rid: str
     error: str = ""
+    verify_steps: int = 0  # of speculative decoding: target forwards after the prefill
+    accepted_drafts: int = 0  # by all of them, also those behind the reply's end
 
 
 @dataclass
@@ -50,6 +52,14 @@ class Client:
 
     def get(self, path: str, timeout_s: float = 10.0) -> requests.Response:
         return self._session().get(self.url + path, timeout=timeout_s)
+
+    def ask(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
+        """The JSON answer to a POST that is no generation, whatever its status; {} when it is no JSON object."""
+        try:
+            answer = self._session().post(self.url + path, json=body, timeout=timeout_s).json()
+        except (requests.RequestException, ValueError):
+            return {}
+        return answer if isinstance(answer, dict) else {}
 
     def generate_all(self, prompts: list[list[int]], rids: list[str], params: dict[str, Any], concurrency: int, progress: str | None,
                      on_result: Callable[[int, Reply], None] | None) -> list[Reply]:
@@ -145,7 +155,8 @@ class Client:
             raise Eagle3Error(f"engine: request {meta['id']} of {len(ids)} tokens came back with {meta['prompt_tokens']} prompt tokens, "
                               f"{len(output_ids)} of {meta['completion_tokens']} output ids and finish reason {meta['finish_reason']}: "
                               "not what was asked. See the engine log.")
-        return Reply(output_ids, reason, meta["prompt_tokens"], meta["cached_tokens"], meta["id"])
+        return Reply(output_ids, reason, meta["prompt_tokens"], meta["cached_tokens"], meta["id"],
+                     verify_steps=meta.get("spec_verify_ct", 0), accepted_drafts=meta.get("spec_num_correct_drafts", 0))
 
     def logprobs(self, ids: list[int], rid: str, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The engine's own top-k log-probabilities [T, k] float32 and token ids [T, k] int64; row t predicts token t+1."""

@@ -1,6 +1,6 @@
 """Evaluate: the acceptance length that a server will show, measured and explained. What notebooks/05_evaluate.ipynb calls:
 
-    asked = evaluate.questions(eval_sets, eval_prompts, chat, room=..., seed=seed)      # prompts, rendered as in training
+    asked = questions.choose(eval_sets, eval_prompts, chat, room=..., seed=seed)        # prompts, rendered as in training
     results = evaluate.measure(model, draft, asked, chat, steps=..., max_new_tokens=...)  # the lossless loop, proven reply by reply
     evaluate.check(stage.checks, results)                                               # lossless; replay equals measured
     evaluate.check_prompts(stage.checks, chat, stage.dir)                                # the prompts are those of training
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,90 +25,28 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eagle3lib import acceptance, draftcheck, evalsets, export, speculate, targets
-from eagle3lib.acceptance import Acceptance
+from eagle3lib import acceptance, draftcheck, export, proof, speculate, targets
+from eagle3lib.acceptance import Acceptance, Shape
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
-from eagle3lib.conversations import Drop
 from eagle3lib.draft import Draft
 from eagle3lib.draftcheck import Problem
-from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.errors import Eagle3Error
 from eagle3lib.export import RoundTrip
 from eagle3lib.loss import joint_hits
 from eagle3lib.prepared import ABOUT, FOLDER
 from eagle3lib.preview import View
+from eagle3lib.proof import Mismatch
+from eagle3lib.questions import Asked, Question, follow, room
 from eagle3lib.runs import read_json
-from eagle3lib.speculate import Mismatch, Reply, Times
+from eagle3lib.speculate import Reply, Times
 from eagle3lib.store import Sample
+from eagle3lib.tables import table
 
 ALL = "all"
 BATCH = 16  # prompts in lockstep: weights are read once for all (SmolLM2, one core: verifying 12 took 2.6 times what one takes)
 PREFILL = 4096  # tokens of a batch's prompts, padded: transformers keeps every layer's states of them for a moment
 ROUND_TRIP = 1e-5  # of the logits' own size, in float32
-
-
-# Questions -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt as token ids; `later` are the user's next turns, to be asked after the reply."""
-
-    set: str
-    id: str
-    ids: list[int]
-    messages: list[dict[str, str]]
-    later: tuple[str, ...] = ()
-
-
-@dataclass
-class Asked:
-    """The questions in a fixed order, and what could not be asked: reason -> how many."""
-
-    questions: list[Question] = field(default_factory=list)
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        sets = {q.set: sum(x.set == q.set for x in self.questions) for q in self.questions}
-        left_out = f"; left out: {self.dropped}" if self.dropped else ""
-        return ", ".join(f"{n} of {name}" for name, n in sets.items()) + left_out
-
-
-def questions(sets: Sequence[str], per_set: int, chat: Chat, *, room: int, turns: int = 1, seed: int = 0) -> Asked:
-    """`per_set` prompts of each set, drawn by the seed; the first `turns` turns of each will be asked.
-
-    `room`: the longest prompt that can be asked [tokens]. Prompts that are longer, or hold control tokens, are replaced
-    and counted. ParamError on an unknown set or a count below one; Eagle3Error when nothing is left of a set.
-    """
-    if per_set < 1 or turns < 1:
-        raise ParamError(f"eval_prompts is {per_set} and the turns are {turns}; both must be at least 1")
-    asked = Asked()
-    for name in sets:
-        prompts, found = evalsets.load(name), 0
-        for i in np.random.default_rng(seed).permutation(len(prompts)):
-            if found == per_set:
-                break
-            try:
-                asked.questions.append(_question(name, prompts[i].id, [], prompts[i].turns[:turns], chat, room))
-                found += 1
-            except Drop as drop:
-                asked.dropped[drop.reason] = asked.dropped.get(drop.reason, 0) + 1
-        if not found:
-            raise Eagle3Error(f"evaluation set {name}: none of its {len(prompts)} prompts can be asked: {asked.dropped}. Choose another")
-    return asked
-
-
-def _question(name: str, id: str, history: list[dict[str, str]], turns: Sequence[str], chat: Chat, room: int) -> Question:
-    messages = [*history, {"role": "user", "content": turns[0]}]
-    ids = chat.prompt_ids(messages)
-    if len(ids) > room:
-        raise Drop("prompt longer than the context allows", f"{len(ids)} tokens")
-    return Question(name, id, ids, messages, tuple(turns[1:]))
-
-
-def room(model: torch.nn.Module, max_new_tokens: int, steps: int) -> int:
-    """The longest prompt [tokens] that leaves room for a reply and one more chain in the target's context."""
-    return model.config.get_text_config().max_position_embeddings - max_new_tokens - steps
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
@@ -140,6 +78,15 @@ class Results:
     times: Times
     witness: Sample  # prompt, reply and hidden states of one question, for the round trip of the export
 
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.steps)
+
+    @property
+    def questions(self) -> list[Question]:
+        """All that were asked, later turns behind the target's own replies included."""
+        return [o.question for o in self.outcomes]
+
     @cached_property
     def figures(self) -> dict[str, Figure]:
         """Per set in the order asked, then "all": every prompt of every set."""
@@ -150,7 +97,8 @@ class Results:
 
     def _figure(self, group: list[Outcome]) -> Figure:
         measured = acceptance.measured([o.reply.rounds for o in group], self.steps, seed=self.seed)
-        return Figure(measured, acceptance.from_counts([o.hits for o in group], [o.tried for o in group], seed=self.seed))
+        hits_PK, tried_PK = (np.array([getattr(o, name) for o in group]) for name in ("hits", "tried"))
+        return Figure(measured, acceptance.from_counts(hits_PK, tried_PK, seed=self.seed))
 
     @property
     def lossless(self) -> bool:
@@ -183,7 +131,7 @@ class Results:
         head = ["set", "prompts", "rounds", "measured", "simulated", "rate", *(f"pos {k + 1}" for k in range(self.steps))]
         rows = [[name, str(m.prompts), f"{m.rounds:,}", str(m), str(s), f"{m.rate:.0%}", *(f"{x:.0%}" for x in m.survival)]
                 for name, (m, s) in self.figures.items()]
-        return _table(head, rows)
+        return table(head, rows)
 
     def metrics(self) -> dict[str, Any]:
         """The numbers for `stage.finish`."""
@@ -199,6 +147,11 @@ class Results:
         }  # fmt: skip
 
 
+def device(name: str = "auto") -> str:
+    """"cpu" or "cuda"; "auto" takes a GPU when there is one."""
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, steps: int, max_new_tokens: int, seed: int = 0,
             batch: int = BATCH) -> Results:
     """Answer every question by draft-and-verify and prove each reply; `model` is the target, in float32 to be lossless.
@@ -206,7 +159,9 @@ def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, s
     Questions of like length go together. A question's later turns are asked once its reply is there. Shows progress
     and time left. `seed` draws the bootstrap. Raises Eagle3Error when there is no question.
     """
-    waiting, outcomes, times, witness = sorted(asked.questions, key=lambda q: len(q.ids)), [], Times(), None
+    waiting, times = sorted(asked.questions, key=lambda q: len(q.ids)), Times()
+    outcomes: list[Outcome] = []
+    samples: list[Sample] = []  # of the first outcome alone
     if not waiting:
         raise Eagle3Error("evaluate: no question to ask; name at least one evaluation set")
     total = max_new_tokens * sum(1 + len(q.later) for q in waiting)
@@ -214,20 +169,20 @@ def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, s
         while waiting:
             size = _group(waiting, batch)
             group, waiting = waiting[:size], waiting[size:]
-            replies, spent = speculate.generate(model, draft, [q.ids for q in group], steps=steps, max_new_tokens=max_new_tokens,
+            replies, spent = speculate.generate(model, draft, [q.ids for q in group], shape=Shape(steps), max_new_tokens=max_new_tokens,
                                                 ends=set(chat.stop_ids), on_tokens=bar.update)
             times.add(spent)
             for question, reply in zip(group, replies, strict=True):
                 outcome, sample = _prove(model, draft, question, reply, steps)
                 outcomes.append(outcome)
-                witness = witness or sample
-                waiting += _follow(question, reply, chat, room(model, max_new_tokens, steps))
+                samples = samples or [sample]
+                waiting += follow(question, reply.tokens, chat, room(model, max_new_tokens, steps))
             bar.update(max_new_tokens * len(group) - spent.tokens)  # tokens that ended replies did not need
             so_far = acceptance.measured([o.reply.rounds for o in outcomes], steps)
             bar.set_postfix_str(f"acceptance length {so_far.length:.2f}", refresh=False)
     places = {id(q): n for n, q in enumerate(asked.questions)}
     outcomes.sort(key=lambda o: places.get(id(o.question), len(places)))
-    return Results(steps, seed, outcomes, times, witness)
+    return Results(steps, seed, outcomes, times, samples[0])
 
 
 def _group(waiting: list[Question], batch: int) -> int:
@@ -239,22 +194,12 @@ def _group(waiting: list[Question], batch: int) -> int:
 
 
 def _prove(model: torch.nn.Module, draft: Draft, question: Question, reply: Reply, steps: int) -> tuple[Outcome, Sample]:
-    proof = speculate.prove(model, question.ids, reply.tokens, draft.cfg.aux_layers)
-    hits, known = speculate.teacher_forced(draft, proof.sample, steps)
-    replayed = speculate.replay(hits, known, len(question.ids) + 1, reply.finish) == reply.rounds
+    proved = proof.prove(model, question.ids, reply.tokens, draft.cfg.aux_layers)
+    hits, known = proof.teacher_forced(draft, proved.sample, steps)
+    seen = [r._replace(beyond=0) for r in reply.rounds]  # the proof ends where the reply does
+    replayed = proof.replay(hits, known, len(question.ids) + 1, reply.finish) == seen
     counts = joint_hits(hits, known).sum(0).tolist(), known.sum(0).tolist()
-    return Outcome(question, reply, proof.mismatch, proof.smallest_margin, *counts, replayed), proof.sample
-
-
-def _follow(question: Question, reply: Reply, chat: Chat, room: int) -> list[Question]:
-    """The question's next turn, behind the reply as a client would send it back."""
-    if not question.later:
-        return []
-    history = [*question.messages, {"role": "assistant", "content": chat.decode_reply(reply.tokens)}]
-    try:
-        return [_question(question.set, f"{question.id}+", history, question.later, chat, room)]
-    except Drop:
-        return []  # the reply holds a control token in text, or fills the context: the conversation ends here
+    return Outcome(question, reply, proved.mismatch, proved.smallest_margin, *counts, replayed), proved.sample
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
@@ -262,18 +207,18 @@ def _follow(question: Question, reply: Reply, chat: Chat, room: int) -> list[Que
 
 def check(checks: Checks, results: Results) -> None:
     """Add "lossless" and "replay equals measured"."""
-    wrong = [o for o in results.outcomes if o.mismatch]
-    first = f"; {wrong[0].question.set} {wrong[0].question.id}: {wrong[0].mismatch}" if wrong else ""
-    tie = bool(wrong) and all(o.mismatch.near_tie for o in wrong)
+    wrong = [(o.question, o.mismatch) for o in results.outcomes if o.mismatch]
+    first = f"; {wrong[0][0].set} {wrong[0][0].id}: {wrong[0][1]}" if wrong else ""
+    tie = bool(wrong) and all(mismatch.near_tie for _, mismatch in wrong)
     checks.add("lossless", not wrong, f"{len(wrong)} of {len(results.outcomes)} replies differ{first}", 0,
                "a loop whose tokens are not the target's own: its acceptance length would be that of another model",
                "A near-tie is rounding: two kernels order all but equal logits differently. Take another seed or machine, and say so."
-               if tie else "Acceptance, cache or positions are wrong in eagle3lib.speculate: do not use this figure.")
+               if tie else "Acceptance, cache or positions are wrong in eagle3lib.verifier: do not use this figure.")
     odd = [o for o in results.outcomes if not o.replayed]
     first = f"; first: {odd[0].question.set} {odd[0].question.id}" if odd else ""
     checks.add("replay equals measured", not odd, f"{len(odd)} of {len(results.outcomes)} replies{first}", 0,
                "a draft that sees other states, tokens or positions when serving than in training",
-               "Compare the rows of eagle3lib.speculate.Drafter with eagle3lib.ttt for the question named; one alone may be a near-tie.")
+               "Compare the rows of eagle3lib.drafter with eagle3lib.ttt for the question named; one alone may be a near-tie.")
 
 
 def check_prompts(checks: Checks, chat: Chat, run: Path) -> None:
@@ -344,16 +289,6 @@ def _card_figures(results: Results) -> dict[str, Any]:
 
 
 # Showing -------------------------------------------------------------------------------------------------------------
-
-
-def _table(head: list[str], rows: list[list[str]]) -> View:
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
-
-    def line(tag: str, row: list[str]) -> str:
-        return "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-
-    return View(text, f"<table class='acceptance'>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>")
 
 
 _MARK = "background:#cfe6f5;border-bottom:3px solid #0072B2"

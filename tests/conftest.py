@@ -19,3 +19,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import tiny_target
 
     return tiny_target(tmp_path_factory.mktemp("target") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory):
+    """(target, f, draft): the target continues x with f(x), the draft never misses it. The model knows its folder as name_or_path."""
+    from toys import make_toy
+
+    return make_toy(tmp_path_factory.mktemp("toy") / "target")

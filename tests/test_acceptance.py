@@ -35,9 +35,41 @@ def test_bounds_of_the_length():
     assert acceptance.measured([rounds(5, 5, 5)], steps=5).length == 6.0
 
 
-def test_a_round_cut_by_the_limit_is_left_out_and_counted():
-    figure = acceptance.measured([rounds(3, 3, 0, end="limit")], steps=3)
-    assert (figure.length, figure.rounds, figure.censored) == (4.0, 2, 1)
+def test_a_round_cut_by_the_limit_counts_whole():
+    figure = acceptance.measured([[Round(10, 3), Round(14, 3), Round(18, 0, "limit", beyond=2)]], steps=3)
+    assert (figure.length, figure.rounds, figure.censored) == (pytest.approx((4 + 4 + 3) / 3), 3, 1)
+
+
+def test_short_replies_estimate_the_same_length_as_long_ones():
+    """Cut rounds are long ones more often than not: left out or counted as cut, short replies would read lower."""
+    rng, truth, whole, emitted = np.random.default_rng(2), 1 + (0 + 0 + 1 + 5) / 4, [], []
+    for _ in range(4000):
+        listed, tokens = [], 0
+        while tokens < 10:
+            accepted = int(rng.choice([0, 0, 1, 5]))
+            beyond = max(0, tokens + accepted + 1 - 10)
+            listed.append(Round(tokens, accepted - beyond, "limit" if beyond else "", beyond))
+            tokens += accepted + 1
+        whole.append(listed)
+        emitted.append([r._replace(beyond=0) for r in listed])
+    figure = acceptance.measured(whole, 5)
+    assert figure.low <= truth <= figure.high and figure.high - figure.low < 0.1
+    assert acceptance.measured(emitted, 5).high < truth - 0.1
+    left_out = [[r for r in prompt if r.end != "limit"] for prompt in whole]
+    assert acceptance.measured(left_out, 5).high < truth - 0.1
+
+
+def test_totals_give_what_rounds_give():
+    listed = [rounds(0, 1, 3), rounds(2, 3, 0, 0), rounds(1)]
+    figure, totals = acceptance.measured(listed, 3), acceptance.counted([7, 9, 2], [3, 4, 1], 3)
+    assert (totals.length, totals.low, totals.high, totals.rate) == pytest.approx((figure.length, figure.low, figure.high, figure.rate))
+    assert (totals.prompts, totals.rounds, totals.steps) == (3, 8, 3)
+
+
+@pytest.mark.parametrize("tokens", [2, 13])
+def test_totals_that_cannot_be_are_refused(tokens):
+    with pytest.raises(ValueError, match=r"prompt 1: .* outside 1\.\.4 a round"):
+        acceptance.counted([3, tokens], [3, 3], 3)
 
 
 def test_a_round_ended_by_the_reply_counts_what_it_emitted():
@@ -87,7 +119,7 @@ def test_identical_prompts_have_an_interval_of_no_width():
 
 
 def test_no_rounds_is_said_and_not_a_crash():
-    figure = acceptance.measured([rounds(2, end="limit")], steps=2)
+    figure = acceptance.measured([[]], steps=2)
     assert figure.rounds == 0 and acceptance.verdict(figure)[0] == "unclear"
     assert np.isnan(acceptance.measured([], steps=2).low)
 
@@ -122,5 +154,5 @@ def test_verdict_of_a_wide_interval_is_unclear():
 
 
 def test_definitions_name_what_matters():
-    for word in ("Chain", "vocabulary", "first miss", "joint", "token limit", "K+1", "bootstrap"):
+    for word in ("chain", "tree", "served", "vocabulary", "first miss", "joint", "token limit", "K+1", "bootstrap"):
         assert word in acceptance.DEFINITIONS

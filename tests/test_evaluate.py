@@ -8,16 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_speculate import greedy, new_draft
+from toys import greedy, new_draft
 
-from eagle3lib import acceptance, draftcheck, evalsets, evaluate, plots, runs, speculate, targets
+from eagle3lib import acceptance, draftcheck, evalsets, evaluate, plots, proof, questions, runs, targets
 from eagle3lib.acceptance import Round
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.evalsets import EvalPrompt
-from eagle3lib.evaluate import Outcome, Question
-from eagle3lib.speculate import Mismatch, Reply, Times
+from eagle3lib.evaluate import Outcome
+from eagle3lib.proof import Mismatch
+from eagle3lib.questions import Question
+from eagle3lib.speculate import Reply, Times
 
 STEPS = 3
 PROMPTS = {
@@ -58,7 +60,7 @@ def draft(tiny):
 def results(model, draft, chat):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evalsets, "load", lambda name: PROMPTS[name])
-        asked = evaluate.questions(["short", "talks"], 3, chat, room=500, turns=2)
+        asked = questions.choose(["short", "talks"], 3, chat, room=500, turns=2)
     return evaluate.measure(model, draft, asked, chat, steps=STEPS, max_new_tokens=8, batch=4)
 
 
@@ -66,7 +68,7 @@ def results(model, draft, chat):
 
 
 def test_questions_are_the_prompts_as_the_server_sees_them(chat):
-    asked = evaluate.questions(["short"], 6, chat, room=500)
+    asked = questions.choose(["short"], 6, chat, room=500)
     assert sorted(q.id for q in asked.questions) == [p.id for p in PROMPTS["short"]]
     for q in asked.questions:
         text = PROMPTS["short"][int(q.id[1:])].turns[0]
@@ -74,13 +76,13 @@ def test_questions_are_the_prompts_as_the_server_sees_them(chat):
 
 
 def test_the_choice_depends_on_the_seed_alone(chat):
-    ids = [[q.id for q in evaluate.questions(["short", "talks"], 2, chat, room=500, seed=s).questions] for s in (0, 0, 1, 2, 3)]
+    ids = [[q.id for q in questions.choose(["short", "talks"], 2, chat, room=500, seed=s).questions] for s in (0, 0, 1, 2, 3)]
     assert ids[0] == ids[1] and len({tuple(i) for i in ids}) > 1
     assert [i[0] for i in ids[0]] == ["s", "s", "t", "t"]
 
 
 def test_prompts_that_cannot_be_asked_are_replaced_and_counted(chat):
-    asked = evaluate.questions(["odd"], 3, chat, room=500)
+    asked = questions.choose(["odd"], 3, chat, room=500)
     assert [q.id for q in asked.questions] == ["fine"]
     assert asked.dropped == {"control token in text": 1, "prompt longer than the context allows": 1}
     assert "1 of odd" in repr(asked) and "left out" in repr(asked)
@@ -88,20 +90,20 @@ def test_prompts_that_cannot_be_asked_are_replaced_and_counted(chat):
 
 def test_a_set_with_nothing_to_ask_and_impossible_counts_are_errors(chat):
     with pytest.raises(Eagle3Error, match="set bad: none of its 1 prompts.*control token"):
-        evaluate.questions(["bad"], 1, chat, room=500)
+        questions.choose(["bad"], 1, chat, room=500)
     with pytest.raises(ParamError, match="eval_prompts is 0"):
-        evaluate.questions(["short"], 0, chat, room=500)
+        questions.choose(["short"], 0, chat, room=500)
 
 
 def test_the_real_sets_can_be_asked(chat, monkeypatch):
     monkeypatch.undo()
-    asked = evaluate.questions(["mtbench", "humaneval", "gsm8k"], 2, chat, room=1800, turns=2)
+    asked = questions.choose(["mtbench", "humaneval", "gsm8k"], 2, chat, room=1800, turns=2)
     assert [q.set for q in asked.questions] == ["mtbench"] * 2 + ["humaneval"] * 2 + ["gsm8k"] * 2
     assert [len(q.later) for q in asked.questions] == [1, 1, 0, 0, 0, 0]
 
 
 def test_room_is_what_the_context_leaves(model):
-    assert evaluate.room(model, 48, 5) == 2048 - 53
+    assert questions.room(model, 48, 5) == 2048 - 53
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
@@ -134,15 +136,15 @@ def test_figures_pool_counts_by_set_and_overall(results):
 
 def test_simulated_counts_are_the_joint_hits_of_all_rows(results, draft, model):
     for o in results.outcomes[:3]:
-        proof = speculate.prove(model, o.question.ids, o.reply.tokens, draft.cfg.aux_layers)
-        hits, known = speculate.teacher_forced(draft, proof.sample, STEPS)
+        proved = proof.prove(model, o.question.ids, o.reply.tokens, draft.cfg.aux_layers)
+        hits, known = proof.teacher_forced(draft, proved.sample, STEPS)
         runs = [int((hits & known)[m].long().cumprod(0).sum()) for m in range(len(hits))]
         assert o.hits == [sum(run > k for run in runs) for k in range(STEPS)]
         assert o.tried == [max(0, len(o.reply.tokens) - 1 - k) for k in range(STEPS)]
 
 
 def test_replies_stop_at_the_stop_ids_of_the_chat(model, draft, tiny, chat):
-    asked = evaluate.questions(["short"], 2, chat, room=500)
+    asked = questions.choose(["short"], 2, chat, room=500)
     whole = [greedy(model, q.ids, 8) for q in asked.questions]
     stopping = Chat(targets.load_tokenizer(tiny), stop_ids=[whole[0][4]])
     found = evaluate.measure(model, draft, asked, stopping, steps=STEPS, max_new_tokens=8)
@@ -158,7 +160,7 @@ def test_questions_that_go_together_fit_the_prefill(lengths, size):
 
 def test_no_question_is_an_error(model, draft, chat):
     with pytest.raises(Eagle3Error, match="no question"):
-        evaluate.measure(model, draft, evaluate.Asked(), chat, steps=1, max_new_tokens=2)
+        evaluate.measure(model, draft, questions.Asked(), chat, steps=1, max_new_tokens=2)
 
 
 def test_shown_and_written_numbers_agree(results):

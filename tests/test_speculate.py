@@ -4,94 +4,27 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from drafts import successor_target
+import toys
+from toys import LAYERS, greedy, new_draft, noisy, prompts_of
 from transformers import LlamaForCausalLM
 
-from eagle3lib import acceptance, export, speculate, targets
-from eagle3lib.acceptance import Round
-from eagle3lib.batches import Reader
-from eagle3lib.draft import Draft, DraftConfig
+from eagle3lib import acceptance, export, proof, speculate, targets
+from eagle3lib.acceptance import Round, Shape
+from eagle3lib.draft import Draft
 from eagle3lib.draftfile import DraftFile
 from eagle3lib.errors import Eagle3Error
-from eagle3lib.loss import objective
-from eagle3lib.store import Sample, sample_id
+from eagle3lib.verifier import Drafts
 
-LAYERS, STEPS = (2, 4, 5), 4
-
-
-def new_draft(folder, vocab=256, first=3):
-    """A draft of the tiny target with the ids first .. first + vocab - 1 as draft vocabulary."""
-    config = targets.text_config(folder)
-    ids = torch.arange(first, first + vocab)
-    draft = Draft(DraftConfig.from_target(config, vocab, list(LAYERS)), torch.full((vocab,), first),
-                  torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True))
-    draft.embed_tokens.weight.data.copy_(targets.head_weights(folder)[1])
-    return draft.eval()
-
-
-class Listed:
-    def __init__(self, samples):
-        self.samples = samples
-
-    def read(self, i):
-        return self.samples[i]
-
-
-@torch.no_grad()
-def toy_samples(target, f, count, prompt, reply=20):
-    """Random prompts, each continued by f; states from the target, rounded as a store would."""
-    ids = torch.randint(3, 259, (count, prompt), generator=torch.Generator().manual_seed(prompt))
-    for _ in range(reply):
-        ids = torch.cat([ids, f[ids[:, -1:]]], dim=1)
-    states = target(ids, output_hidden_states=True).hidden_states
-    hidden = torch.stack([states[k] for k in (*LAYERS, -1)], dim=2).bfloat16()
-    mask = torch.arange(ids.shape[1]) >= prompt
-    return [Sample(sample_id(i, mask), i, mask, h) for i, h in zip(ids, hidden, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """A target that always continues x with f(x); f; and a draft trained on it until it never misses."""
-    folder, f = successor_target(tmp_path_factory.mktemp("toy") / "target")
-    torch.manual_seed(0)
-    target, draft, head = targets.load_model(folder), new_draft(folder), targets.head_weights(folder)[0]
-    samples = [s for prompt in (1, 2, 3, 5, 9) for s in toy_samples(target, f, 400, prompt)]
-    reader, optimizer = Reader(Listed(samples), head), torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad])
-    for step in range(250):
-        optimizer.param_groups[0]["lr"] = 5e-3 * (1 - step / 250)
-        outcome = objective(draft, reader.batch(torch.randperm(len(samples))[:16].tolist()), head[draft.target_ids], STEPS, 0.8)
-        optimizer.zero_grad()
-        outcome.loss.backward()
-        optimizer.step()
-    assert (outcome.hits == outcome.known).all(), "the toy draft did not learn; nothing below would mean anything"
-    return target, f, draft
+STEPS, CHAIN = toys.STEPS, Shape(toys.STEPS)
 
 
 @pytest.fixture(scope="module")
 def model(tiny):
     return targets.load_model(tiny)
-
-
-def prompts_of(count, seed=0, low=1, high=40):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
-    return [torch.randint(3, 259, (n,), generator=generator).tolist() for n in lengths]
-
-
-def greedy(model, prompt, new, ends=()):
-    """The target alone, by transformers' own generate."""
-    out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new, eos_token_id=list(ends) or None, pad_token_id=0)
-    return out[0, len(prompt):].tolist()
-
-
-def noisy(draft, amount):
-    """The draft with its head disturbed: right often, wrong often."""
-    other = copy.deepcopy(draft)
-    other.lm_head.weight.data += amount * torch.randn(other.lm_head.weight.shape, generator=torch.Generator().manual_seed(5))
-    return other
 
 
 def consistent(reply, prompt):
@@ -110,7 +43,7 @@ def test_a_perfect_draft_reaches_exactly_k_plus_one(toy):
     """If training says 100 % and this says 1, something is shifted by a row, a position or a token."""
     target, f, draft = toy
     prompts = prompts_of(8, low=3, high=10)
-    replies, _ = speculate.generate(target, draft, prompts, steps=STEPS, max_new_tokens=21)
+    replies, _ = speculate.generate(target, draft, prompts, shape=CHAIN, max_new_tokens=21)
     for prompt, reply in zip(prompts, replies, strict=True):
         expected = [int(f[prompt[-1]])]
         while len(expected) < 21:
@@ -123,7 +56,7 @@ def test_a_perfect_draft_reaches_exactly_k_plus_one(toy):
 def test_a_random_draft_gives_about_one_and_loses_nothing(model, tiny):
     torch.manual_seed(3)
     prompts = prompts_of(5)
-    replies, _ = speculate.generate(model, new_draft(tiny), prompts, steps=STEPS, max_new_tokens=24, ends=set())
+    replies, _ = speculate.generate(model, new_draft(tiny), prompts, shape=CHAIN, max_new_tokens=24, ends=set())
     assert [r.tokens for r in replies] == [greedy(model, p, 24) for p in prompts]
     figure = acceptance.measured([r.rounds for r in replies], STEPS)
     assert figure.length < 1.1 and acceptance.verdict(figure)[0] in ("useless", "unclear")
@@ -137,12 +70,12 @@ def test_lossless_with_a_draft_that_is_right_now_and_then(model, monkeypatch, se
     truth = [greedy(model, p, new + steps + 1) for p in prompts]
     script = Script(truth, steps, right=0.75)
     monkeypatch.setattr(speculate, "Drafter", script)
-    replies, times = speculate.generate(model, stub_draft(), prompts, steps=steps, max_new_tokens=new, ends=set())
+    replies, times = speculate.generate(model, stub_draft(), prompts, shape=Shape(steps), max_new_tokens=new, ends=set())
     assert [r.tokens for r in replies] == [t[:new] for t in truth]
     assert times.rounds == sum(len(r.rounds) for r in replies) and times.tokens == 4 * (new - 1)
     for prompt, reply in zip(prompts, replies, strict=True):
         consistent(reply, prompt)
-    complete = [r.accepted for reply in replies for r in reply.rounds if r.end != "limit"]
+    complete = [r.accepted + r.beyond for reply in replies for r in reply.rounds]
     assert complete and sorted(complete) == sorted(script.should_accept(replies))
 
 
@@ -153,12 +86,12 @@ def test_the_draft_is_handed_the_states_of_a_plain_forward(model, monkeypatch, e
     prompts = prompts_of(5, seed=3)
     script = Script([greedy(model, p, 40) for p in prompts], STEPS, right=0.6)
     monkeypatch.setattr(speculate, "Drafter", script)
-    replies, _ = speculate.generate(model, stub_draft(), prompts, steps=STEPS, max_new_tokens=30, ends=ends)
+    replies, _ = speculate.generate(model, stub_draft(), prompts, shape=CHAIN, max_new_tokens=30, ends=ends)
     for prompt, reply, seen in zip(prompts, replies, script.seen, strict=True):
         rows = sum(len(tokens) for _, tokens in seen)
         assert len(prompt) <= rows < len(prompt) + len(reply.tokens)
         assert sum((tokens for _, tokens in seen), []) == (prompt + reply.tokens)[1 : rows + 1]
-        plain = speculate.prove(model, prompt, reply.tokens, LAYERS).sample.hidden[:rows, :-1].flatten(1)
+        plain = proof.prove(model, prompt, reply.tokens, LAYERS).sample.hidden[:rows, :-1].flatten(1)
         torch.testing.assert_close(torch.cat([aux for aux, _ in seen]), plain, rtol=1e-4, atol=1e-4)
 
 
@@ -169,10 +102,12 @@ class Script:
         self.truth, self.right, self.right_runs, self.done = truth, right, [[] for _ in truth], [0] * len(truth)
         self.live, self.seen = list(range(len(truth))), [[] for _ in truth]
 
-    def __call__(self, draft):
+    def __call__(self, draft, shape, temperature, generator):
+        self.steps = shape.steps
         return self
 
-    def propose(self, aux, fresh, steps):
+    def propose(self, aux, fresh):
+        steps = self.steps
         guesses = []
         for states, b, new in zip(aux, self.live, fresh, strict=True):
             self.seen[b].append((states[: len(new)], list(new)))
@@ -181,28 +116,25 @@ class Script:
             wrong = torch.rand(steps) > self.right
             self.right_runs[b].append(int((~wrong).long().cumprod(0).sum()))
             guesses.append(torch.where(wrong, (ahead + 1) % 320, ahead))
-        return torch.stack(guesses)
+        return Drafts(torch.stack(guesses))
 
     def select(self, rows):
         self.live = [self.live[j] for j in rows]
 
     def should_accept(self, replies):
-        """What the scripted mistakes allow, for the rounds that no limit cut."""
-        return [run for b, reply in enumerate(replies) for run, r in zip(self.right_runs[b], reply.rounds, strict=True) if r.end != "limit"]
+        """What the scripted mistakes allow, also where the limit cut."""
+        return [run for b, reply in enumerate(replies) for run, _ in zip(self.right_runs[b], reply.rounds, strict=True)]
 
 
 def stub_draft():
-    class Stub:
-        class cfg:
-            aux_layers = LAYERS
-    return Stub()
+    return SimpleNamespace(cfg=SimpleNamespace(aux_layers=LAYERS), fc=SimpleNamespace(weight=torch.zeros(1)))
 
 
 def test_prompts_in_a_batch_come_out_as_they_would_alone(toy):
     target, _, draft = toy
     draft, prompts = noisy(draft, 0.3), prompts_of(7, seed=2)
-    together, times = speculate.generate(target, draft, prompts, steps=STEPS, max_new_tokens=20)
-    alone = [speculate.generate(target, draft, [p], steps=STEPS, max_new_tokens=20)[0][0] for p in prompts]
+    together, times = speculate.generate(target, draft, prompts, shape=CHAIN, max_new_tokens=20)
+    alone = [speculate.generate(target, draft, [p], shape=CHAIN, max_new_tokens=20)[0][0] for p in prompts]
     assert together == alone
     assert times.forwards == max(len(r.rounds) for r in together)
     figure = acceptance.measured([r.rounds for r in together], STEPS)
@@ -215,7 +147,7 @@ def test_rejected_columns_are_squeezed_out_of_a_long_cache(model, monkeypatch):
     monkeypatch.setattr(speculate, "Drafter", Script(truth, STEPS, right=0.0))
     columns, squeeze = [], speculate.Verifier._squeeze
     monkeypatch.setattr(speculate.Verifier, "_squeeze", lambda self: (squeeze(self), columns.append(self.true.shape[1])))
-    replies, _ = speculate.generate(model, stub_draft(), prompts, steps=STEPS, max_new_tokens=new, ends=set())
+    replies, _ = speculate.generate(model, stub_draft(), prompts, shape=CHAIN, max_new_tokens=new, ends=set())
     assert [r.tokens for r in replies] == [t[:new] for t in truth]
     assert any(b < a for a, b in zip(columns, columns[1:], strict=False)), "the cache never shrank: the test is too short"
 
@@ -230,7 +162,7 @@ def test_an_end_of_turn_stops_the_reply_wherever_it_falls_in_a_round(toy, length
     tokens = [int(f[42])]
     while len(tokens) < length:
         tokens.append(int(f[tokens[-1]]))
-    (reply,), _ = speculate.generate(target, draft, [prompt], steps=STEPS, max_new_tokens=12, ends={tokens[-1]})
+    (reply,), _ = speculate.generate(target, draft, [prompt], shape=CHAIN, max_new_tokens=12, ends={tokens[-1]})
     assert (reply.tokens, reply.finish) == (tokens, "eos")
     consistent(reply, prompt)
     whole, rest = divmod(length - 1, STEPS + 1)
@@ -241,19 +173,19 @@ def test_an_end_of_turn_stops_the_reply_wherever_it_falls_in_a_round(toy, length
 @pytest.mark.parametrize("limit", range(1, 13))
 def test_a_round_that_the_limit_cuts_is_marked(toy, limit):
     target, _, draft = toy
-    (reply,), _ = speculate.generate(target, draft, [[40, 41]], steps=STEPS, max_new_tokens=limit, ends=set())
+    (reply,), _ = speculate.generate(target, draft, [[40, 41]], shape=CHAIN, max_new_tokens=limit, ends=set())
     assert (len(reply.tokens), reply.finish) == (limit, "limit")
     consistent(reply, [40, 41])
     cut = (limit - 1) % (STEPS + 1) != 0
     assert [r.end for r in reply.rounds] == [""] * (len(reply.rounds) - cut) + ["limit"] * cut
-    assert all(r.accepted == STEPS for r in reply.rounds if r.end == "")
+    assert all(r.accepted + r.beyond == STEPS for r in reply.rounds)
 
 
 def test_replies_of_a_batch_end_at_different_rounds(toy):
     target, _, draft = toy
     prompts = prompts_of(6, seed=8)
-    alone = [speculate.generate(target, draft, [p], steps=STEPS, max_new_tokens=40, ends=set(range(3, 40)))[0][0] for p in prompts]
-    together, _ = speculate.generate(target, draft, prompts, steps=STEPS, max_new_tokens=40, ends=set(range(3, 40)))
+    alone = [speculate.generate(target, draft, [p], shape=CHAIN, max_new_tokens=40, ends=set(range(3, 40)))[0][0] for p in prompts]
+    together, _ = speculate.generate(target, draft, prompts, shape=CHAIN, max_new_tokens=40, ends=set(range(3, 40)))
     assert together == alone and len({len(r.rounds) for r in alone}) > 2
 
 
@@ -278,11 +210,11 @@ def replace_config(config, **changes):
 def test_proof_of_a_greedy_reply(model):
     prompt = prompts_of(1)[0]
     reply = greedy(model, prompt, 20)
-    proof = speculate.prove(model, prompt, reply, LAYERS)
-    assert proof.mismatch is None and proof.smallest_margin > 0
+    proved = proof.prove(model, prompt, reply, LAYERS)
+    assert proved.mismatch is None and proved.smallest_margin > 0
     states = model(torch.tensor([prompt + reply]), output_hidden_states=True).hidden_states
-    assert torch.equal(proof.sample.hidden, torch.stack([states[k][0] for k in (*LAYERS, -1)], dim=1))
-    assert proof.sample.loss_mask.tolist() == [False] * len(prompt) + [True] * 20
+    assert torch.equal(proved.sample.hidden, torch.stack([states[k][0] for k in (*LAYERS, -1)], dim=1))
+    assert proved.sample.loss_mask.tolist() == [False] * len(prompt) + [True] * 20
 
 
 @pytest.mark.parametrize("at", [0, 7, 19])
@@ -290,7 +222,7 @@ def test_the_first_token_that_is_not_the_targets_own_is_named(model, at):
     prompt = prompts_of(1)[0]
     reply = greedy(model, prompt, 20)
     wrong = [*reply[:at], (reply[at] + 1) % 320, *reply[at + 1 :]]
-    found = speculate.prove(model, prompt, wrong, LAYERS).mismatch
+    found = proof.prove(model, prompt, wrong, LAYERS).mismatch
     logits = model(torch.tensor([prompt + wrong])).logits[0, len(prompt) + at - 1]
     assert (found.position, found.found, found.expected) == (at, wrong[at], reply[at])
     assert found.margin == pytest.approx(float(logits[reply[at]] - logits[wrong[at]]), abs=1e-4)
@@ -304,7 +236,7 @@ def test_a_tie_is_called_a_tie(model):
     other = 319 if first != 319 else 318
     with torch.no_grad():
         twin.lm_head.weight[other] = twin.lm_head.weight[first] * (1 - 1e-6)
-    found = speculate.prove(twin, prompt, [other], LAYERS).mismatch
+    found = proof.prove(twin, prompt, [other], LAYERS).mismatch
     assert found.near_tie and "near-tie" in str(found) and found.margin < 1e-3
 
 
@@ -314,11 +246,11 @@ def test_teacher_forced_replay_predicts_every_round(toy, amount):
     target, _, draft = toy
     draft, prompts = noisy(draft, amount), prompts_of(6, seed=11)
     for ends in (set(), set(range(3, 30))):
-        replies, _ = speculate.generate(target, draft, prompts, steps=STEPS, max_new_tokens=23, ends=ends)
+        replies, _ = speculate.generate(target, draft, prompts, shape=CHAIN, max_new_tokens=23, ends=ends)
         for prompt, reply in zip(prompts, replies, strict=True):
-            proof = speculate.prove(target, prompt, reply.tokens, LAYERS)
-            hits, known = speculate.teacher_forced(draft, proof.sample, STEPS)
-            assert speculate.replay(hits, known, len(prompt) + 1, reply.finish) == reply.rounds
+            proved = proof.prove(target, prompt, reply.tokens, LAYERS)
+            hits, known = proof.teacher_forced(draft, proved.sample, STEPS)
+            assert proof.replay(hits, known, len(prompt) + 1, reply.finish) == [r._replace(beyond=0) for r in reply.rounds]
             assert len(hits) == len(reply.tokens) - 1
 
 
@@ -327,10 +259,10 @@ def test_the_exported_file_drafts_the_same_rounds(toy, tmp_path):
     target, _, draft = toy
     draft, prompts = noisy(draft, 0.3), prompts_of(4, seed=12)
     file = DraftFile(export.export(draft, tmp_path / "draft", dtype="float32"), draft.embed_tokens.weight)
-    replies, _ = speculate.generate(target, draft, prompts, steps=STEPS, max_new_tokens=20, ends=set())
+    replies, _ = speculate.generate(target, draft, prompts, shape=CHAIN, max_new_tokens=20, ends=set())
     for prompt, reply in zip(prompts, replies, strict=True):
         text = prompt + reply.tokens
-        aux = speculate.prove(target, prompt, reply.tokens, LAYERS).sample.hidden[:, :-1].flatten(1)
+        aux = proof.prove(target, prompt, reply.tokens, LAYERS).sample.hidden[:, :-1].flatten(1)
         for r in reply.rounds:
             _, guesses = file.chain(aux[: r.context - 1], text[1 : r.context], STEPS)
             ahead = text[r.context : r.context + STEPS]
@@ -343,50 +275,51 @@ def test_a_draft_served_one_position_off_is_noticed_by_the_replay(toy, monkeypat
     draft, layer = noisy(draft, 0.2), Draft.layer
     prompts = prompts_of(6, seed=11)
     monkeypatch.setattr(Draft, "layer", lambda self, embeds, hidden, *rest: layer(self, embeds, hidden.roll(1, 1), *rest))
-    replies, _ = speculate.generate(target, draft, prompts, steps=STEPS, max_new_tokens=23, ends=set())
-    proofs = [speculate.prove(target, p, r.tokens, LAYERS) for p, r in zip(prompts, replies, strict=True)]
+    replies, _ = speculate.generate(target, draft, prompts, shape=CHAIN, max_new_tokens=23, ends=set())
+    proofs = [proof.prove(target, p, r.tokens, LAYERS) for p, r in zip(prompts, replies, strict=True)]
     assert all(p.mismatch is None for p in proofs)  # still lossless: only the speed is gone
-    replays = [speculate.replay(*speculate.teacher_forced(draft, proof.sample, STEPS), len(p) + 1, r.finish)
-               for p, r, proof in zip(prompts, replies, proofs, strict=True)]
-    assert replays != [r.rounds for r in replies]
+    replays = [proof.replay(*proof.teacher_forced(draft, proved.sample, STEPS), len(p) + 1, r.finish)
+               for p, r, proved in zip(prompts, replies, proofs, strict=True)]
+    assert replays != [[r._replace(beyond=0) for r in reply.rounds] for reply in replies]
 
 
 def test_replay_by_hand():
     known = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 1], [1, 1], [1, 0]]).bool()
     hits = torch.tensor([[1, 0], [0, 0], [0, 1], [1, 1], [0, 0], [0, 0]]).bool()
     # rows 0: accepts 1, next 2: accepts 0, next 3: accepts 2 and reaches the end
-    assert speculate.replay(hits, known, 10, "limit") == [Round(10, 1), Round(12, 0), Round(13, 2)]
-    assert speculate.replay(hits, known, 10, "eos")[-1] == Round(13, 2, "eos")
+    assert proof.replay(hits, known, 10, "limit") == [Round(10, 1), Round(12, 0), Round(13, 2)]
+    assert proof.replay(hits, known, 10, "eos")[-1] == Round(13, 2, "eos")
     hits[2, 0], hits[5, 0] = True, True  # row 2 accepts 2, row 5 accepts all that is left
-    assert speculate.replay(hits, known, 10, "limit") == [Round(10, 1), Round(12, 2), Round(15, 0, "limit")]
-    assert speculate.replay(hits, known, 10, "eos")[-1] == Round(15, 0, "eos")
+    assert proof.replay(hits, known, 10, "limit") == [Round(10, 1), Round(12, 2), Round(15, 0, "limit")]
+    assert proof.replay(hits, known, 10, "eos")[-1] == Round(15, 0, "eos")
 
 
 def test_a_reply_of_one_token_has_no_rounds(model, tiny):
-    proof = speculate.prove(model, [5, 6], greedy(model, [5, 6], 1), LAYERS)
-    hits, known = speculate.teacher_forced(new_draft(tiny), proof.sample, STEPS)
-    assert hits.shape == known.shape == (0, STEPS) and speculate.replay(hits, known, 3, "limit") == []
+    proved = proof.prove(model, [5, 6], greedy(model, [5, 6], 1), LAYERS)
+    hits, known = proof.teacher_forced(new_draft(tiny), proved.sample, STEPS)
+    assert hits.shape == known.shape == (0, STEPS) and proof.replay(hits, known, 3, "limit") == []
 
 
 # Errors and times ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("prompt", "changes", "message"), [
-    ([], {}, "empty prompt"), ([5], {"max_new_tokens": 0}, "at least 1"), ([5], {"steps": 0}, "at least 1"),
+    ([], {}, "empty prompt"), ([5], {"max_new_tokens": 0}, "at least 1"), ([5], {"temperature": -1.0}, "never below 0"),
+    ([5], {"temperature": 1.0, "shape": Shape(3, 2)}, "draft a chain"),
     ([5] * 2040, {"max_new_tokens": 5}, "2040 prompt.*context of 2048")])
 def test_impossible_requests_are_refused(model, tiny, prompt, changes, message):
     with pytest.raises(Eagle3Error, match=message):
-        speculate.generate(model, new_draft(tiny), [prompt], **{"steps": 4, "max_new_tokens": 5, **changes})
+        speculate.generate(model, new_draft(tiny), [prompt], **{"shape": CHAIN, "max_new_tokens": 5, **changes})
 
 
 def test_layers_that_cannot_take_tokens_back_are_refused(model, tiny, monkeypatch):
     monkeypatch.setattr(model.config, "layer_types", ["full_attention", "sliding_attention"], raising=False)
     with pytest.raises(Eagle3Error, match="sliding_attention.*SGLang"):
-        speculate.generate(model, new_draft(tiny), [[5]], steps=2, max_new_tokens=2)
+        speculate.generate(model, new_draft(tiny), [[5]], shape=Shape(2), max_new_tokens=2)
 
 
 def test_times_add_up(model, tiny):
-    _, times = speculate.generate(model, new_draft(tiny), prompts_of(2), steps=2, max_new_tokens=10, ends=set())
+    _, times = speculate.generate(model, new_draft(tiny), prompts_of(2), shape=Shape(2), max_new_tokens=10, ends=set())
     assert 0 < times.draft + times.verify <= times.total - times.prefill + 1e-6
     assert 0.5 < times.efficiency <= 1.0 and times.tokens == 18
     both = replace(times)
