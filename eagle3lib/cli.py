@@ -83,18 +83,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from eagle3lib import experiment, params, runner, runs, sweep
+    from eagle3lib import experiment, forecast, params, runner, runs, sweep
 
     overrides = params.parse_set(args.set)
     if sweep.axes(params.read_notebooks(runs.notebooks_dir()), params.load(args.params), overrides):
         if args.run_id or args.start or args.only or args.dry_run:
             raise ParamError("a sweep makes runs of its own: leave --run-id, --from, --only and --dry-run out")
         return sweep.run(args.params, overrides, jobs=args.jobs)
-    selection = {"run_id": args.run_id, "start": args.start, "only": args.only, "force": args.force}
+    order = experiment.Order(args.params, overrides, args.run_id, args.start, args.only, args.force)
     if args.dry_run:
-        print(experiment.describe(args.params, overrides, **selection))
+        print(forecast.describe(order))
         return 0
-    return runner.run(args.params, overrides, **selection, stage_timeout_s=args.stage_timeout).exit_code
+    return runner.run(order, stage_timeout_s=args.stage_timeout).exit_code
 
 
 def _report(args: argparse.Namespace) -> int:
