@@ -98,9 +98,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eagle3lib import report, runs
+    from eagle3lib import compare, report, runs
 
-    folder = find_run(args.run)
+    folder = compare.find_one(args.run)
     for path in (report.write(folder), report.write_index(folder.parent)):
         print(runs.show_path(path))
     return 0
@@ -115,22 +115,13 @@ def _check_draft(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from eagle3lib import compare
 
-    print(compare.Comparison([find_run(name) for name in args.runs], args.metric or compare.MEASURE))
+    print(compare.Comparison(compare.find(args.runs), args.metric or compare.MEASURE))
     return 0
 
 
 def _open(args: argparse.Namespace) -> int:
-    from eagle3lib import openrun, runs
+    from eagle3lib import compare, openrun, runs
 
-    print(f"jupyter lab {runs.show_path(openrun.write(find_run(args.run), args.stage))}")
+    print(f"jupyter lab {runs.show_path(openrun.write(compare.find_one(args.run), args.stage))}")
     return 0
 
-
-def find_run(name: str) -> Path:
-    """A run folder by its id or path."""
-    from eagle3lib import runs
-
-    for folder in (runs.runs_dir() / name, Path(name)):
-        if folder.is_dir():
-            return folder.resolve()
-    raise Eagle3Error(f"run {name}: no such folder, neither in {runs.show_path(runs.repo_root() / 'runs')} nor as a path")

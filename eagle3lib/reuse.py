@@ -31,6 +31,7 @@ WORKBENCH = {
     "folded",
     "harmless",
     "openrun",
+    "overlays",
     "procs",
     "redact",
     "report",
