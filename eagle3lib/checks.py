@@ -6,6 +6,7 @@ All checks of a stage run before the first failure is raised, so that one look s
 from __future__ import annotations
 
 import html
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class Checks:
     def __len__(self) -> int:
         return len(self._checks)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Check]:
         return iter(self._checks.values())
 
     @property

@@ -103,24 +103,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from eagle3lib import experiment, params, runner, runs, sweep
+    from eagle3lib import experiment, forecast, params, runner, runs, sweep
 
     overrides = params.parse_set(args.set)
     if sweep.axes(params.read_notebooks(runs.notebooks_dir()), params.load(args.params), overrides):
         if args.run_id or args.start or args.only or args.dry_run:
             raise ParamError("a sweep makes runs of its own: leave --run-id, --from, --only and --dry-run out")
         return sweep.run(args.params, overrides, jobs=args.jobs)
-    selection = {"run_id": args.run_id, "start": args.start, "only": args.only, "force": args.force}
+    order = experiment.Order(args.params, overrides, args.run_id, args.start, args.only, args.force)
     if args.dry_run:
-        print(experiment.describe(args.params, overrides, **selection))
+        print(forecast.describe(order))
         return 0
-    return runner.run(args.params, overrides, **selection, stage_timeout_s=args.stage_timeout).exit_code
+    return runner.run(order, stage_timeout_s=args.stage_timeout).exit_code
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eagle3lib import report, runs
+    from eagle3lib import compare, report, runs
 
-    folder = find_run(args.run)
+    folder = compare.find_one(args.run)
     for path in (report.write(folder), report.write_index(folder.parent)):
         print(runs.show_path(path))
     return 0
@@ -135,16 +135,15 @@ def _check_draft(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from eagle3lib import compare
 
-    print(compare.Comparison([find_run(name) for name in args.runs], args.metric or compare.MEASURE))
+    print(compare.Comparison(compare.find(args.runs), args.metric or compare.MEASURE))
     return 0
 
 
 def _open(args: argparse.Namespace) -> int:
-    from eagle3lib import openrun, runs
+    from eagle3lib import compare, openrun, runs
 
-    print(f"jupyter lab {runs.show_path(openrun.write(find_run(args.run), args.stage))}")
+    print(f"jupyter lab {runs.show_path(openrun.write(compare.find_one(args.run), args.stage))}")
     return 0
-
 
 def _plan(args: argparse.Namespace) -> int:
     from eagle3lib import params, plan, preflight, runs
@@ -160,13 +159,3 @@ def _store(args: argparse.Namespace) -> int:
 
     more = {"verify": "drop", "reclaim": "yes"}.get(args.action)
     return getattr(storetool, args.action)(args.paths, **({more: getattr(args, more)} if more else {}))
-
-
-def find_run(name: str) -> Path:
-    """A run folder by its id or path."""
-    from eagle3lib import runs
-
-    for folder in (runs.runs_dir() / name, Path(name)):
-        if folder.is_dir():
-            return folder.resolve()
-    raise Eagle3Error(f"run {name}: no such folder, neither in {runs.show_path(runs.repo_root() / 'runs')} nor as a path")

@@ -5,19 +5,39 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from eagle3lib import params, redact, reuse, runs
-from eagle3lib.console import duration, size
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.params import Setting
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What was asked for: a params file with overrides, and which stages of which run.
+
+    start, only: begin at, or run nothing but, one stage of an existing run (run_id, by default the latest).
+    """
+
+    params: Path
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    run_id: str = ""
+    start: str = ""
+    only: str = ""
+    force: bool = False
+    notebooks: Path = field(default_factory=runs.notebooks_dir)
+    runs_dir: Path = field(default_factory=runs.runs_dir)
+
+    def checked(self) -> tuple[Experiment, Path | None, Plan]:
+        """The experiment, its run folder (None: a new one) and what has to run. ParamError or Eagle3Error when it cannot even start."""
+        experiment = Experiment.load(self.params, self.overrides, self.notebooks)
+        where = choose_run(self.runs_dir, self.run_id, self.start or self.only)
+        return experiment, where, make_plan(experiment, where, self.start, self.only, self.force)
 
 
 @dataclass(frozen=True)
@@ -152,39 +172,3 @@ def read_run(where: Path) -> dict[str, Any]:
                 status = runs.read_record(where, name).get("status", "died")
                 entry["status"] = "died" if status == "running" else status
     return record
-
-
-def describe(
-    params_path: Path,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    run_id: str = "",
-    start: str = "",
-    only: str = "",
-    force: bool = False,
-    notebooks: Path | None = None,
-    runs_dir: Path | None = None,
-) -> str:
-    """The text of `--dry-run`: stages to run or skip and why, every parameter with its origin, disk and memory. Writes nothing."""
-    folder, base = Path(notebooks or runs.notebooks_dir()), Path(runs_dir or runs.runs_dir())
-    experiment = Experiment.load(params_path, overrides or {}, folder)
-    where = choose_run(base, run_id, start or only)
-    plan = make_plan(experiment, where, start, only, force)
-    lines = [f"run folder: {runs.show_path(where) if where else 'a new one in ' + runs.show_path(base)}", "", "stages:"]
-    noted = read_run(where).get("stages", {}) if where else {}
-    for stage in experiment.notebooks:
-        reason = plan.reasons.get(stage)
-        what = "not asked for" if reason is None else f"run ({reason})" if reason else "skip (unchanged)"
-        lines.append(f"  {stage:<10}{what}{_last_time(noted.get(stage, {}))}")
-    lines += [f"  warning: {text}" for text in plan.warnings]
-    lines += ["", "parameters:"]
-    lines += [f"  {name:<20}{s.value!s:<28} {s.origin}" for name, s in experiment.settings.items()]
-    disk = psutil.disk_usage(str(base if base.exists() else base.parent))
-    lines += ["", f"disk free: {size(disk.free)}; memory available: {size(psutil.virtual_memory().available)}"]
-    return redact.hide("\n".join(lines))
-
-
-def _last_time(noted: Mapping[str, Any]) -> str:
-    if "seconds" not in noted:
-        return ""
-    return f"; last time {duration(noted['seconds'])}, {size(noted.get('peak_memory', 0))} memory, {size(noted.get('bytes', 0))} on disk"

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from eagle3lib import products
 from eagle3lib.batches import Batch
+from eagle3lib.distances import row_gradients
 from eagle3lib.draft import Draft
 from eagle3lib.errors import Eagle3Error
-from eagle3lib.distances import row_gradients
 from eagle3lib.ttt import unroll
 
 DISTANCES = ("ce", "kl", "lk")

@@ -19,7 +19,7 @@ from matplotlib.ticker import EngFormatter
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000"
 CYCLE = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK)
 MARKERS = "osD^v<>"
-STYLE = {
+STYLE: Any = {
     "figure.dpi": 110, "figure.figsize": (7.2, 3.4), "figure.constrained_layout.use": True, "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "axes.titlelocation": "left", "axes.titlesize": 11,
     "axes.titleweight": "bold", "font.size": 9.5, "legend.frameon": False,
@@ -52,7 +52,7 @@ def token_histogram(n_tokens: Sequence[int], n_supervised: Sequence[int]) -> Non
     """Tokens a row beside supervised tokens a row."""
     tokens, supervised = np.asarray(n_tokens), np.asarray(n_supervised)
     fig, (ax,) = figure()
-    bins = np.linspace(0, tokens.max() + 1, 31)
+    bins = np.linspace(0, tokens.max() + 1, 31).tolist()
     ax.hist(tokens, bins, color=BLUE, alpha=0.75, label="whole row")
     ax.hist(supervised, bins, histtype="step", color=VERMILION, linewidth=1.8, label="supervised (reply)")
     text = (f"{len(tokens):,} rows of {np.median(tokens):.0f} tokens (median, {tokens.max():,} at most); "
@@ -119,7 +119,7 @@ def throughput(course: Sequence[tuple[float, int, float]], foretold: float) -> N
 def parity(errors: Mapping[str, Mapping[int, float]]) -> None:
     """errors[stream][k]: median per-token relative error of a dumped stream against float32 r_k, for neighbouring k."""
     fig, (ax,) = figure()
-    worst = max(errors[s][min(errors[s], key=errors[s].get)] for s in errors)
+    worst = max(min(errors[s].values()) for s in errors)
     for n, (stream, by_layer) in enumerate(errors.items()):
         layers = sorted(by_layer)
         ax.plot(layers, [by_layer[k] for k in layers], color=CYCLE[n], marker=MARKERS[n], label=f"dumped as {stream}")
@@ -140,7 +140,7 @@ def norm_profile(norms: Mapping[str, Sequence[float]]) -> None:
     for n, (stream, values) in enumerate(norms.items()):
         ax.plot(np.arange(len(values)), values, color=CYCLE[n], label=stream, linewidth=1.3)
     first = {s: v[0] / np.median(v) for s, v in norms.items()}
-    most = max(first, key=first.get)
+    most = max(first, key=lambda s: first[s])
     text = f"Norms are steady along the row; token 0 of {most} is {first[most]:,.0f} times the median (an attention sink)" if first[most] > 3 else \
         "Norms are steady along the row"
     title(ax, text)

@@ -241,7 +241,8 @@ def _short(value: Any) -> str:
 
 def _provenance(run: Path, about: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
     """Where the numbers come from: fingerprint of the hidden states, versions, machine."""
-    versions = about.get("versions") or next((r["versions"] for r in reversed(records.values()) if r.get("versions")), {})
+    newest: Mapping[str, Any] = next((r["versions"] for r in reversed(list(records.values())) if r.get("versions")), {})
+    versions = about.get("versions") or newest
     machine = dict(about.get("machine", {}))
     if "memory" in machine:
         machine["memory"] = size(machine["memory"])

@@ -27,9 +27,11 @@ WORKBENCH = {
     "console",
     "execute",
     "experiment",
+    "forecast",
     "folded",
     "harmless",
     "openrun",
+    "overlays",
     "procs",
     "redact",
     "report",
@@ -139,7 +141,8 @@ def adopt(source: Path, into: Path, stage: str) -> None:
     runs.write_json(runs.record_path(into, stage), {**record, "adopted_from": source.name})
     metrics = {k.partition(".")[2]: v for k, v in runs.read_metrics(source).items() if k.startswith(f"{stage}.")}
     runs.merge_metrics(into, stage, metrics)
-    about = runs.read_json(into / "run.json") if (into / "run.json").exists() else {"id": into.name, "status": "new", "stages": {}}
+    fresh: dict[str, Any] = {"id": into.name, "status": "new", "stages": {}}
+    about = runs.read_json(into / "run.json") if (into / "run.json").exists() else fresh
     about["stages"][stage] = runs.read_json(source / "run.json")["stages"][stage]
     runs.write_json(into / "run.json", about)
 

@@ -29,7 +29,7 @@ import psutil
 from eagle3lib import params, redact, reuse, runs
 from eagle3lib.console import GREEN, RED, Console, duration
 from eagle3lib.errors import Eagle3Error
-from eagle3lib.experiment import Experiment, Plan, choose_run, link_latest, make_plan, new_run, read_run, write_params
+from eagle3lib.experiment import Experiment, Order, Plan, link_latest, new_run, read_run, write_params
 from eagle3lib.procs import Family
 
 GRACE_S = 20.0  # for a notebook to clean up after an interrupt
@@ -46,31 +46,12 @@ class Result:
 # ---- entry ----
 
 
-def run(
-    params_path: Path,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    run_id: str = "",
-    start: str = "",
-    only: str = "",
-    force: bool = False,
-    notebooks: Path | None = None,
-    runs_dir: Path | None = None,
-    stage_timeout_s: float | None = None,
-    out: TextIO | None = None,
-) -> Result:
-    """Run the stages of one experiment. ParamError or Eagle3Error when it cannot even start.
-
-    start/only: begin at, or run nothing but, one stage of an existing run (run_id, by default the latest).
-    """
-    folder, base = Path(notebooks or runs.notebooks_dir()), Path(runs_dir or runs.runs_dir())
-    experiment = Experiment.load(params_path, overrides or {}, folder)
-    where = choose_run(base, run_id, start or only)
-    console = Console(out or sys.stdout)
+def run(order: Order, *, stage_timeout_s: float | None = None, out: TextIO | None = None) -> Result:
+    """Run the stages of one experiment. ParamError or Eagle3Error when it cannot even start."""
     with catch_signals() as signals:
-        plan = make_plan(experiment, where, start, only, force)
-        where = where or new_run(base, Path(params_path).stem, run_id)
-        return Run(where, experiment, console, signals, stage_timeout_s).go(plan)
+        experiment, where, plan = order.checked()
+        where = where or new_run(order.runs_dir, order.params.stem, order.run_id)
+        return Run(where, experiment, Console(out or sys.stdout), signals, stage_timeout_s).go(plan)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from eagle3lib import params, reuse, runs
 from eagle3lib.compare import MEASURE
 from eagle3lib.console import GREEN, RED, Console, duration
 from eagle3lib.errors import ParamError
-from eagle3lib.experiment import Experiment, new_run, read_run
+from eagle3lib.experiment import Experiment, Order, new_run, read_run
 from eagle3lib.runner import catch_signals
 
 
@@ -158,7 +158,8 @@ def main(file: str, notebooks: str, where: str) -> int:
     from eagle3lib import cli, runner
 
     folder = Path(where)
-    return cli.guarded(lambda: runner.run(Path(file), notebooks=Path(notebooks), runs_dir=folder.parent, run_id=folder.name).exit_code)
+    order = Order(Path(file), run_id=folder.name, notebooks=Path(notebooks), runs_dir=folder.parent)
+    return cli.guarded(lambda: runner.run(order).exit_code)
 
 
 if __name__ == "__main__":

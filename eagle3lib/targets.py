@@ -83,8 +83,8 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
     """The whole target in transformers, frozen and in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).to(device)
-    return model.eval().requires_grad_(False)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def head_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from labs import SERVER, Lab, prepare_environment  # noqa: E402  (after the path)
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,3 +29,16 @@ def toy(tmp_path_factory: pytest.TempPathFactory):
     from toys import make_toy
 
     return make_toy(tmp_path_factory.mktemp("toy") / "target")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """A complete good run, with a progress bar, a planted secret and a server that nobody stopped."""
+    bar = "import os, sys, tqdm\nfor _ in tqdm.tqdm(range(9), file=sys.stdout, mininterval=0): pass\nprint(os.environ['PLANTED_TOKEN'])"
+    lab = Lab(tmp_path_factory.mktemp("good"), {"prepare": bar, "extract": SERVER})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANTED_TOKEN", "planted-secret-value")
+        prepare_environment(patch)
+        result = lab.run({"seed": 3})
+    assert (result.exit_code, result.status) == (0, "ok"), lab.text
+    return lab

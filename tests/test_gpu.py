@@ -7,9 +7,9 @@ import torch
 from drafts import VOCAB, make_batch, make_sample
 
 from eagle3lib.batches import document, pack
+from eagle3lib.distances import row_gradients
 from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.loss import objective
-from eagle3lib.distances import row_gradients
 from eagle3lib.ttt import Grid, attend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the training step on a GPU cannot run here")

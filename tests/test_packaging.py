@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import subprocess
 import sys
@@ -63,6 +64,28 @@ def test_set_up_is_idempotent_and_refuses_other_pythons():
     assert again.returncode == 0 and "up to date" in again.stdout, again.stdout + again.stderr
     wrong = subprocess.run([sys.executable, "tools/install.py", "tpu"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert wrong.returncode != 0 and "cpu" in wrong.stderr
+
+
+def test_what_is_edited_while_pip_runs_is_installed_the_next_time(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("install", ROOT / "tools/install.py")
+    install = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(install)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    monkeypatch.setattr(install, "stamp", lambda kind: tmp_path / "stamp")
+    calls = []
+
+    def pip(what, *arguments):
+        calls.append(arguments)
+        edited = (tmp_path / "pyproject.toml").read_text().replace("papermill==", "papermill==9", 1)
+        (tmp_path / "pyproject.toml").write_text(edited)
+
+    monkeypatch.setattr(install, "pip", pip)
+    install.main("data")
+    assert len(calls) == 1 and not install.is_done("data")
+    monkeypatch.setattr(install, "pip", lambda *_: calls.append(()))
+    install.main("data")
+    assert len(calls) == 2 and install.is_done("data")
 
 
 @pytest.mark.parametrize("goal", ["run", "test"])

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3lib.batches import TENSORS, pad
+from eagle3lib.distances import row_gradients
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.flash import Varlen
 from eagle3lib.loss import objective
-from eagle3lib.distances import row_gradients
 
 MIXED = [make_sample(14, [(4, 10)], seed=1), make_sample(20, [(3, 5), (8, 19)], seed=2), make_sample(9, [(5, 9)], seed=3)]
 HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9), dtype=torch.float64)

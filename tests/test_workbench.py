@@ -83,8 +83,8 @@ def test_compare_shows_what_differs_and_the_best(tmp_path: Path) -> None:
     assert "<table>" in both._repr_html_()
     (one / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "note": "x"}\n{"step": 3, "loss": 1.0}\n')
     assert compare.curve(one, "loss") == ([1, 3], [3.0, 1.0]) and compare.curve(two, "loss") == ([], [])
-    with pytest.raises(Eagle3Error, match="at least two"):
-        compare.Comparison([one])
+    with pytest.raises(Eagle3Error, match="nothing to compare"):
+        compare.Comparison([])
 
 
 def test_open_fills_in_the_parameters_and_marks_the_failure(tmp_path: Path) -> None:

