@@ -12,36 +12,34 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def row_gradients(logits: Tensor, target: Tensor, weight: Tensor, distance: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [T*K, D], the target's logits [T, D], weight [T, K] -> each row's distance [T, K], its greedy id int64 [T, K], and
-    the gradient of sum(weight * distance) by the logits [T*K, D] in `dtype`. `logits` may be overwritten.
+def row_gradients(logits: Tensor, target: Tensor, live: Tensor, distance: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [T*K, D], the target's logits [T, D] -> each row's distance [T, K], its greedy id int64 [T, K], and the gradient of
+    the distance by the logits [T*K, D] in `dtype`. `logits` may be overwritten.
 
-    distance: "ce", "kl" or "lk" (see loss). Rows of weight 0 have gradient 0 (and, on a GPU, distance 0 and greedy id 0).
+    distance: "ce", "kl" or "lk" (see loss). live bool [T, K]: a GPU skips other rows, whose three results are then 0.
     """
     if logits.is_cuda:
-        return _on_gpu(logits, target, weight, distance, dtype)
-    p, z = target.softmax(-1).unsqueeze(1), logits.view(*weight.shape, -1)
+        return _on_gpu(logits, target, live, distance, dtype)
+    p, z = target.softmax(-1), logits.view(*live.shape, -1)
     top, guess = z.max(-1)
     q = z.softmax(-1)
     if distance == "lk":
-        below = (q < p).to(q.dtype)  # 1 where the draft, not the target, is the smaller of the two
-        rate = torch.minimum(p, q).sum(-1)
+        below = (q < p.unsqueeze(1)).to(q.dtype)  # 1 where the draft, not the target, is the smaller of the two
+        rate = torch.minimum(p.unsqueeze(1), q).sum(-1)
         slope = q * ((q * below).sum(-1, keepdim=True) - below) / rate.unsqueeze(-1)
-        each = -rate.log()
-    else:
-        lse = top - q.gather(2, guess.unsqueeze(2)).squeeze(2).log()  # q's largest value is at least 1/D
-        each = lse - torch.linalg.vecdot(p, z)
-        if distance == "kl":
-            each = each + torch.special.xlogy(p, p).sum(-1)
-        slope = q.sub_(p)
-    return each, guess, slope.mul_(weight.unsqueeze(-1)).flatten(0, 1)
+        return -rate.log(), guess, slope.flatten(0, 1)
+    lse = top - q.gather(2, guess.unsqueeze(2)).squeeze(2).log()  # q's largest value is at least 1/D
+    each = lse - torch.bmm(z, p.unsqueeze(2)).squeeze(2)
+    if distance == "kl":
+        each = each + torch.special.xlogy(p, p).sum(-1, keepdim=True)
+    return each, guess, q.sub_(p.unsqueeze(1)).flatten(0, 1)
 
 
-def _on_gpu(logits: Tensor, target: Tensor, weight: Tensor, distance: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _on_gpu(logits: Tensor, target: Tensor, live: Tensor, distance: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     from eagle3lib import kernels
 
-    each, guess = torch.empty_like(weight), torch.empty(weight.shape, dtype=torch.int64, device=weight.device)
+    each, guess = torch.empty(live.shape, device=live.device), torch.empty(live.shape, dtype=torch.int64, device=live.device)
     slope = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-    kernels.rows[(len(logits),)](logits, target, weight, each, guess, slope, logits.shape[1], weight.shape[1],
+    kernels.rows[(len(logits),)](logits, target, live, each, guess, slope, logits.shape[1], live.shape[1],
                                  DISTANCE={"ce": 0, "kl": 1, "lk": 2}[distance], BLOCK=BLOCK, num_warps=8)
     return each, guess, slope

@@ -8,13 +8,12 @@ import triton.language as tl
 
 
 @triton.jit
-def rows(logits, target, weight, each, guess, slope, D, K, DISTANCE: tl.constexpr, BLOCK: tl.constexpr):
+def rows(logits, target, live, each, guess, slope, D, K, DISTANCE: tl.constexpr, BLOCK: tl.constexpr):
     """One row of distances.row_gradients: row r of `logits` against row r // K of `target`."""
     r = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     z_row, t_row, out_row = logits + r * D, target + (r // K) * D, slope + r * D
-    w = tl.load(weight + r)
-    if w == 0.0:
+    if tl.load(live + r) == 0:
         tl.store(each + r, 0.0)
         tl.store(guess + r, 0)
         for start in range(0, D, BLOCK):
@@ -52,7 +51,7 @@ def rows(logits, target, weight, each, guess, slope, D, K, DISTANCE: tl.constexp
             column = start + lanes
             q = tl.exp(tl.load(z_row + column, mask=column < D, other=-1e30).to(tl.float32) - z_lse)
             p = tl.exp(tl.load(t_row + column, mask=column < D, other=-1e30).to(tl.float32) - t_lse)
-            grad = q * (share - tl.where(q < p, 1.0, 0.0)) / rate * w
+            grad = q * (share - tl.where(q < p, 1.0, 0.0)) / rate
             tl.store(out_row + column, grad.to(slope.dtype.element_ty), mask=column < D)
     else:
         for start in range(0, D, BLOCK):
@@ -62,7 +61,7 @@ def rows(logits, target, weight, each, guess, slope, D, K, DISTANCE: tl.constexp
             p = tl.exp(t - t_lse)
             a += tl.where(column < D, p * (z - z_lse), 0.0)
             b += tl.where(column < D, p * (t - t_lse), 0.0)
-            tl.store(out_row + column, ((tl.exp(z - z_lse) - p) * w).to(slope.dtype.element_ty), mask=column < D)
+            tl.store(out_row + column, (tl.exp(z - z_lse) - p).to(slope.dtype.element_ty), mask=column < D)
         distance = -tl.sum(a, 0)
         if DISTANCE == 1:
             distance += tl.sum(b, 0)
