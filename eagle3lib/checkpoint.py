@@ -119,7 +119,7 @@ def save_state(folder: Path, draft: Draft, optimizer: torch.optim.Optimizer, sta
     try:
         torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
         fsync(temporary / OPTIMIZER)
-        sums = {name: _checksum(temporary / name) for name in (DRAFT, OPTIMIZER)}
+        sums = {name: checksum(temporary / name) for name in (DRAFT, OPTIMIZER)}
         runs.write_json(temporary / STATE, {**state, "checksums": sums})
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
@@ -132,23 +132,24 @@ def save_state(folder: Path, draft: Draft, optimizer: torch.optim.Optimizer, sta
     return final
 
 
-def last_state(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def last_state(folder: Path, *, say: bool = True) -> tuple[Path, dict[str, Any]] | None:
     """The newest state whose files are whole, and what it says; None when there is none."""
     for path in _states(folder):
         try:
             state = json.loads((path / STATE).read_text())
-            if all(_checksum(path / name) == known for name, known in state["checksums"].items()):
+            if all(checksum(path / name) == known for name, known in state["checksums"].items()):
                 return path, state
         except (OSError, ValueError, KeyError, AttributeError):
             pass
-        print(f"{path}: not whole (a write was cut short); going back to the one before", flush=True)
+        if say:
+            print(f"{path}: not whole (a write was cut short); going back to the one before", flush=True)
     return None
 
 
 def load_state(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -> None:
     """Put a state's weights and moments into `draft` and `optimizer`. The target's embedding is left as it is."""
     _fill(draft, path, None)
-    optimizer.load_state_dict(torch.load(path / OPTIMIZER, weights_only=True))
+    optimizer.load_state_dict(torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu"))
 
 
 def discard_states(folder: Path) -> None:
@@ -162,7 +163,7 @@ def _states(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True)
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(2**24):

@@ -13,20 +13,65 @@ A draft of another width than the target's sees the stream through the direction
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3lib import targets
+from eagle3lib import checkpoint, targets, warmstart
 from eagle3lib.batches import Samples
 from eagle3lib.draft import Draft, DraftConfig
+from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.store import Store, compare
 
 BRANCH = 0.1  # factor on the projections that write into the residual stream
 DEEPEST, NOISE = 0.6, 0.3  # weight of the deepest stream, passed through as it is, and of a random mixture of all streams
 SAMPLES = 64  # samples of the store that the scale of the features is read from
 FINAL_NORM = ("model.norm.weight", "language_model.model.norm.weight", "model.language_model.norm.weight")
+
+
+def require_target(store: Store, target: Path) -> None:
+    """Raise when the store's fingerprint names another target than this folder."""
+    known = store.manifest["fingerprint"].get("target")
+    if isinstance(known, dict) and (lines := compare(known, targets.fingerprint(target))):
+        raise Eagle3Error(f"store {store.path} was extracted with another target than {target}: {'; '.join(lines)}. Extract with this target.")
+
+
+def start(
+    store: Store, target: Path, d2t: Tensor, t2d: Tensor, seed: int, shape: Mapping[str, Any], start_from: Path | None, samples: np.ndarray
+) -> tuple[Draft, dict[str, Any]]:
+    """The draft to be trained, and what a state must remember of where it came from."""
+    chosen = {name: value for name, value in shape.items() if value}
+    cfg = config_of(store, target, t2d, len(d2t), chosen)
+    if start_from is None:
+        return new_draft(cfg, d2t, t2d, target, store, samples.tolist(), seed), {}
+    draft = warmstart.read(start_from, target)
+    warmstart.require_streams(draft, start_from, store.manifest["layers"])
+    if not torch.equal(draft.d2t, d2t):
+        raise Eagle3Error(f"draft {start_from} has another draft vocabulary ({len(draft.d2t)} tokens) than the one given ({len(d2t)}); take its own")
+    if wrong := [f"{n} is {v}, the draft's is {getattr(draft.cfg, n)}" for n, v in chosen.items() if getattr(draft.cfg, n) != v]:
+        raise ParamError(f"start_from {start_from}: {'; '.join(wrong)}. A draft keeps its sizes; leave these parameters at their defaults")
+    if not draft.cfg.fc_norm:
+        scale = feature_scale(store, samples.tolist()[: SAMPLES]).repeat_interleave(draft.cfg.target_hidden_size)
+        exported = {name: t.clone() for name, t in draft.exported().items()}
+        draft.scale_features(scale)
+        draft.load(exported)
+    return draft, {"start_from": [checkpoint.checksum(file) for file in sorted(start_from.glob("*.safetensors"))]}
+
+
+def config_of(store: Store, target: Path, t2d: Tensor, drafted: int, shape: Mapping[str, Any]) -> DraftConfig:
+    """Sizes of the draft; Eagle3Error when store, vocabulary and target do not belong together."""
+    config = targets.text_config(target)
+    width = store.manifest["hidden_size"]
+    if (width, len(t2d)) != (config.hidden_size, config.vocab_size):
+        raise Eagle3Error(
+            f"store {store.path} holds states of width {width} and the draft vocabulary is cut from {len(t2d)} tokens; target {target} "
+            f"has width {config.hidden_size} and {config.vocab_size} tokens. Extract with this target."
+        )
+    return DraftConfig.from_target(config, drafted, store.manifest["layers"], **shape)
 
 
 def new_draft(cfg: DraftConfig, d2t: Tensor, t2d: Tensor, target: Path, store: Samples, samples: Sequence[int], seed: int) -> Draft:

@@ -9,6 +9,7 @@ from drafts import HIDDEN, LAYERS, OPTIONS, VOCAB, make_batch, make_sample, smal
 
 from eagle3lib import acceptance
 from eagle3lib.batches import document, pack, steps_left
+from eagle3lib.feed import trained_rows
 from eagle3lib.loss import joint_counts, joint_hits, objective, simulate
 from eagle3lib.store import Sample, sample_id
 
@@ -262,6 +263,24 @@ def test_greedy_tokens_outside_the_draft_vocabulary_are_no_loss_and_a_miss():
     batch.greedy[:] = int((~draft.t2d).nonzero()[0])
     nothing = objective(draft, batch, head[draft.target_ids], 2, 1.0)
     assert nothing.loss is None and not nothing.hits.any() and nothing.losses.isnan().all()
+
+
+def test_parts_of_a_batch_add_up_to_it():
+    """Several processes: each divides by the rows of all, so that losses and gradients simply add up. Counts are unequal."""
+    head = target_head()
+
+    def grads(samples, rows=None):
+        draft = small_draft(torch.float64)
+        batch = make_batch(samples, head)
+        outcome = objective(draft, batch, head[draft.target_ids], 4, 0.8, rows=rows)
+        outcome.loss.backward()
+        return trained_rows(batch, draft.t2d, 4), [outcome.loss.detach(), *(p.grad for p in draft.parameters() if p.requires_grad)]
+
+    rows, whole = grads(MIXED)
+    parts = [grads(part, rows) for part in ([MIXED[1]], [MIXED[0], MIXED[2]])]
+    assert torch.equal(sum(count for count, _ in parts), rows)
+    for together, *each in zip(whole, *(found for _, found in parts), strict=True):
+        torch.testing.assert_close(sum(each), together, rtol=0, atol=1e-12)
 
 
 def test_losses_by_step_add_up_to_the_loss():
