@@ -85,34 +85,45 @@ def steps_left(loss_mask: Tensor) -> Tensor:
     return torch.from_numpy(np.where(mask == 1, end - np.arange(len(mask)), -1))
 
 
-def greedy_tokens(last: Tensor, head: Tensor, chunk: int = 256) -> Tensor:
-    """Last hidden states [M, H], the target's lm_head [V, H] -> the target's greedy token of each, int64 [M]."""
-    parts = [products.wide(rows.to(head.dtype), head).argmax(-1) for rows in last.split(chunk)]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=last.device)
+def greedy_tokens(last: Tensor, head: Tensor, chunk: int = 16384) -> Tensor:
+    """Last hidden states [M, H], the target's lm_head [V, H] -> the target's greedy token of each, int64 [M], on `last`'s device.
+
+    The head may lie on the host while the states are on a GPU: `chunk` of its rows at a time then pass through.
+    """
+    best, token = last.new_full((len(last),), float("-inf"), dtype=torch.float32 if head.dtype == torch.bfloat16 else head.dtype), None
+    for start in range(0, len(head) if len(last) else 0, chunk):
+        part = head[start : start + chunk].to(last.device, non_blocking=True)
+        value, at = products.wide(last.to(part.dtype), part).max(-1)
+        token = at if token is None else torch.where(value > best, at + start, token)
+        best = torch.maximum(best, value)
+    return torch.zeros(0, dtype=torch.int64, device=last.device) if token is None else token
 
 
 class Reader:
     """Makes batches of a store's samples. The target's greedy tokens are computed once a sample and then kept."""
 
-    def __init__(self, store: Samples, head: Tensor) -> None:
-        """`head` [V, H]: the target's lm_head, in the precision to compute greedy tokens in."""
-        self.store, self.head = store, head
+    def __init__(self, store: Samples, head: Tensor, device: torch.device | str = "cpu") -> None:
+        """`head` [V, H]: the target's lm_head on the host, in the format to compute greedy tokens in, on `device`."""
+        self.store, self.device = store, torch.device(device)
+        self.head = head.pin_memory() if self.device.type == "cuda" else head
         self._greedy: dict[int, Tensor] = {}
 
     def batch(self, samples: list[int]) -> Batch:
         """Pack these samples of the store. Those without a supervised row take no room; the batch may be empty."""
-        batch = pack([self._document(i) for i in samples])
-        if self.head.is_cuda and len(batch):
+        documents = [document(self.store.read(i)) for i in samples]
+        self._add_greedy(samples, documents)
+        batch = pack(documents)
+        if self.device.type == "cuda" and len(batch):
             batch.places = Varlen.of(batch)
         return batch
 
-    def _document(self, i: int) -> Batch:
-        sample = self.store.read(i)
-        one = document(sample)
-        if i not in self._greedy:
-            self._greedy[i] = greedy_tokens(one.last.to(self.head.device), self.head).cpu()
-        one.greedy = self._greedy[i]
-        return one
+    def _add_greedy(self, samples: list[int], documents: list[Batch]) -> None:
+        new = [(i, one) for i, one in zip(samples, documents, strict=True) if i not in self._greedy]
+        if new:
+            found = greedy_tokens(torch.cat([one.last for _, one in new]).to(self.device), self.head).cpu()
+            self._greedy.update(zip((i for i, _ in new), found.split([len(one) for _, one in new]), strict=True))
+        for i, one in zip(samples, documents, strict=True):
+            one.greedy = self._greedy[i]
 
 
 def document(sample: Sample) -> Batch:

@@ -59,7 +59,7 @@ class Feed:
             yield Fed(sent, positions, rows, time.perf_counter() - start)
 
     def _work(self) -> None:
-        device = self.reader.head.device
+        device = self.reader.device
         try:
             with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
                 for samples in self.todo:

@@ -112,10 +112,11 @@ class Job:
         head = head if device != "cpu" and head.dtype == torch.bfloat16 else head.float()
         self.forecast = memory.of(draft.cfg, recipe.ttt_steps, self._most_tokens(), len(head), device)
         self.forecast.require(device, say=group.main)
-        self.reader = Reader(store, head.to(device))
+        self.reader = Reader(store, head, device)
         self.draft = draft.to(device)
         self.optimizer = torch.optim.AdamW(
-            [p for p in self.draft.parameters() if p.requires_grad], lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            [p for p in self.draft.parameters() if p.requires_grad], lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True,
+            capturable=device != "cpu",
         )
         tokens = max(1, recipe.batch_tokens // group.size)
         self.stepper = step.make(self.draft, head[draft.target_ids.cpu()].to(device), self.optimizer, recipe, group, tokens)
