@@ -85,7 +85,7 @@ class GraphStep:
         copy(batch, found.inputs)
         if found.graph is None:
             found.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(found.graph, pool=self.pool):
+            with torch.cuda.graph(found.graph, pool=self.pool, capture_error_mode="thread_local"):  # another thread reads ahead meanwhile
                 found.results = self._step(found.inputs)
         found.graph.replay()
         return found.results
