@@ -6,7 +6,6 @@ colour-blind readers can tell apart; line styles and labels repeat what colour s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,76 +146,6 @@ def norm_profile(norms: Mapping[str, Sequence[float]]) -> None:
     ax.set(xlabel="position in the row [token]", ylabel="median norm", yscale="log")
     ax.legend(ncols=4)
     show(fig, f"Median norm of each stream by position. {text}.")
-
-
-# train -------------------------------------------------------------------------------------------------------------
-
-
-class Live:
-    """Collects training records and redraws one figure in place: live in JupyterLab, one tidy figure in batch."""
-
-    def __init__(self, every_s: float = 10.0):
-        self.every_s, self._drawn, self._handle = every_s, time.monotonic(), None
-        self.history: list[Mapping[str, Any]] = []
-        self.heldout: list[Mapping[str, Any]] = []
-
-    def __call__(self, record: Mapping[str, Any]) -> None:
-        """Take a line of metrics.jsonl: a step (loss, hits) or the end of an epoch (acceptance_length)."""
-        if record.get("acceptance_length") is not None:
-            self.heldout.append(record)
-        elif record.get("loss") is not None:
-            self.history.append(record)
-        if time.monotonic() - self._drawn > self.every_s:
-            self.draw()
-
-    def draw(self) -> None:
-        from IPython.display import display
-
-        if not self.history:
-            return
-        fig, alt = training_curves(self.history, self.heldout)
-        shown = {"metadata": {"image/png": {"alt": alt}}}
-        if self._handle is None:
-            self._handle = display(fig, display_id=True, **shown)
-        else:
-            self._handle.update(fig, **shown)
-        plt.close(fig)
-        self._drawn = time.monotonic()
-
-
-def training_curves(history: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]] = ()) -> tuple[Figure, str]:
-    """Loss, and hit rate of each TTT step, over training steps: the figure and its text alternative.
-
-    history: records with step, loss, hits (K rates in 0..1, None where no row was left). heldout: step, acceptance_length.
-    """
-    fig, (left, right) = figure(2)
-    steps = [r["step"] for r in history]
-    loss = np.array([r["loss"] for r in history], float)
-    ends = max(1, len(loss) // 20)
-    left.plot(steps, loss, color=SKY, linewidth=0.8, label="each step")
-    left.plot(steps, _smooth(loss), color=BLUE, linewidth=2, label="smoothed")
-    fall = f"Loss falls from {loss[:ends].mean():.2f} to {loss[-ends:].mean():.2f}"
-    title(left, fall)
-    left.set(xlabel="optimizer step", ylabel="weighted soft cross-entropy [nats]")
-    left.legend()
-    hits = np.array([r["hits"] for r in history], float)
-    for k in range(hits.shape[1]):
-        right.plot(steps, _smooth(hits[:, k]) * 100, color=CYCLE[k % 7], linestyle=("-", "--", "-.", ":")[k % 4], label=f"step {k}")
-    right.set(xlabel="optimizer step", ylabel="hit rate, smoothed [%]")
-    right.legend(ncols=2, title="TTT")
-    found = f"Held-out acceptance length {heldout[-1]['acceptance_length']:.2f} (simulated, chain)" if heldout else "Hit rate of each TTT step"
-    title(right, found)
-    return fig, f"Training curves over {steps[-1]:,} steps. {fall}. {found}."
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Trailing mean over a twentieth of the run; gaps (NaN) are left out of it."""
-    width = max(1, len(values) // 20)
-    known = np.isfinite(values)
-    low = np.maximum(np.arange(1, len(values) + 1) - width, 0)
-    sums, counts = (np.cumsum(np.concatenate([[0.0], v])) for v in (np.where(known, values, 0.0), known))
-    with np.errstate(invalid="ignore"):
-        return (sums[1:] - sums[low]) / (counts[1:] - counts[low])
 
 
 # evaluate ----------------------------------------------------------------------------------------------------------

@@ -98,11 +98,11 @@ class Window:
         zeros = torch.zeros(self.steps, dtype=torch.float64, device=self.device)
         ends = [torch.zeros((), dtype=torch.float64, device=self.device) if x is None else x.detach().double()
                 for x in (None if outcome is None else outcome.loss, norm)]
+        ends[1] = ends[1] / self.group.size  # the same in every process
         if outcome is None:
             return torch.cat([zeros.repeat(4), torch.stack(ends)])
         own = torch.where(outcome.rows > 0, outcome.losses * outcome.rows, zeros)
         tables = [t.sum(0).double() for t in (outcome.hits, joint_hits(outcome.hits, outcome.known), outcome.known)]
-        ends[1] = ends[1] / self.group.size  # the same in every process
         return torch.cat([own, *tables, torch.stack(ends)])
 
     def fetch(self, on_record: Callable[[Record], None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,18 @@ def draft_vocab(counts: Sequence[int] | np.ndarray | torch.Tensor, size: int, fo
     t2d_V[ids] = True
     d2t_D = ids - np.arange(len(ids))
     return DraftVocab(torch.from_numpy(d2t_D), torch.from_numpy(t2d_V), _share(counts_V[ids].sum(), counts_V.sum()))
+
+
+def of_draft(d2t: torch.Tensor, t2d: torch.Tensor, counts: Sequence[int] | np.ndarray | torch.Tensor) -> DraftVocab:
+    """The vocabulary of a draft that already has one, with the share of the supervised tokens that it covers."""
+    counts_V = np.asarray(counts, dtype=np.int64)
+    return DraftVocab(d2t.cpu(), t2d.cpu(), _share(counts_V[t2d.cpu().numpy()].sum(), counts_V.sum()))
+
+
+def reply_tokens(tokenizer: Any, counts: Sequence[int] | np.ndarray | torch.Tensor, ends: Iterable[int]) -> list[int]:
+    """The ids that a draft vocabulary must hold: those that end a turn, and every added (special) token seen in a reply."""
+    counts_V = np.asarray(counts, dtype=np.int64)
+    return sorted({*ends, *(i for i in tokenizer.added_tokens_decoder if i < len(counts_V) and counts_V[i])})
 
 
 def _choose(counts_V: np.ndarray, size: int, forced: list[int]) -> np.ndarray:

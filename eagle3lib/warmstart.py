@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from eagle3lib import draftcheck, layouts, targets
+from eagle3lib import draftcheck, layouts, runs, targets
 from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.vocab import DraftVocab, of_draft
 
 
 def read(folder: Path, target: Path) -> Draft:
@@ -37,6 +39,22 @@ def read(folder: Path, target: Path) -> Draft:
             draft.embed_tokens.weight.copy_(targets.head_weights(target)[1])
     draft.load({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")})
     return draft
+
+
+def folder(name: str) -> Path | None:
+    """The draft folder of that name; None for an empty name. Eagle3Error when there is none."""
+    if not name:
+        return None
+    path = (runs.repo_root() / Path(name).expanduser()).resolve()
+    if not path.is_dir():
+        raise Eagle3Error(f"start_from {name}: no such folder. Give a draft folder (config.json, *.safetensors), or leave it empty")
+    return path
+
+
+def vocabulary(path: Path, target: Path, counts: Sequence[int] | np.ndarray) -> DraftVocab:
+    """The draft vocabulary of a folder, and what it covers of the supervised tokens counted in `counts` [V]."""
+    draft = read(path, target)
+    return of_draft(draft.d2t, draft.t2d, counts)
 
 
 def require_streams(draft: Draft, folder: Path, layers: Sequence[int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -9,7 +11,7 @@ matplotlib.use("Agg")
 import pytest
 from IPython import display as ipython_display
 
-from eagle3lib import plots
+from eagle3lib import curves, plots
 
 HISTORY = [{"step": n, "loss": 10.0 / n, "hits": [0.5, 0.3, None if n % 2 else 0.2]} for n in range(1, 60)]
 BARS = {"a": {"measured": 1.2, "low": 1.1, "high": 1.3, "simulated": 1.25, "rounds": 300},
@@ -48,10 +50,29 @@ def test_every_figure_has_labels_a_finding_and_a_text_alternative(shown, draw):
 
 
 def _drawn_live():
-    live = plots.Live()
-    for record in [*HISTORY, {"step": 59, "acceptance_length": 1.4}]:
+    live = curves.Live()
+    bucket = {"length": 1.3, "low": 1.2, "high": 1.4, "rows": 9}
+    buckets = {"context": {"64-127": bucket, "128-255": bucket}, "reply": {"0-63": bucket, "4096+": bucket}}
+    heldout = {"step": 59, "acceptance_length": 1.4, "heldout": {"low": 1.3, "high": 1.5}, "buckets": buckets}
+    for record in [*HISTORY, {"step": 30, "acceptance_length": 1.2}, heldout]:
         live(record)
     live.draw()
+
+
+def test_the_history_stays_bounded_and_even_for_any_number_of_steps(monkeypatch):
+    monkeypatch.setattr(curves, "HISTORY", 50)
+    live = curves.Live(every_s=float("inf"))
+    for n in range(1, 5001):
+        live({"step": n, "loss": 1.0, "hits": [0.5]})
+    steps = [r["step"] for r in live.history]
+    assert 20 <= len(steps) <= 50 and steps[-1] > 4700
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 2 * (5000 // 20)
+
+
+def test_a_run_gives_its_curves_as_a_picture_for_the_card(tmp_path):
+    assert curves.png(tmp_path) == {}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in HISTORY))
+    assert curves.png(tmp_path)["training.png"].startswith(b"\x89PNG")
 
 
 def test_a_live_figure_is_drawn_once_and_then_updated(monkeypatch):
@@ -62,7 +83,7 @@ def test_a_live_figure_is_drawn_once_and_then_updated(monkeypatch):
             updates.append(fig)
 
     monkeypatch.setattr(ipython_display, "display", lambda fig, **_: handles.append(Handle()) or handles[-1])
-    live = plots.Live(every_s=0)
+    live = curves.Live(every_s=0)
     for record in HISTORY[:5]:
         live(record)
     assert len(handles) == 1 and len(updates) == 4
