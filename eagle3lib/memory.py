@@ -58,7 +58,9 @@ def of(cfg: DraftConfig, steps: int, tokens: int, vocab: int, device: str) -> Fo
 
 def _parameters(cfg: DraftConfig) -> int:
     h, i, qc, gc = cfg.hidden_size, cfg.intermediate_size, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-    layers = sum((2 * h if first else h) * (qc + 2 * gc) + h * qc + 3 * h * i + 3 * h for first in [True] + [False] * (cfg.num_layers - 1))
+    layers = 0
+    for first in [True] + [False] * (cfg.num_layers - 1):
+        layers += (2 * h if first else h) * (qc + 2 * gc) + h * qc + 3 * h * i + (3 if first else 2) * h
     features = len(cfg.aux_layers) * cfg.target_hidden_size
     options = (features if cfg.fc_norm else 0) + (cfg.vocab_size * h if cfg.train_embeddings else 0)
     return layers + features * h + h + cfg.draft_vocab_size * h + options
