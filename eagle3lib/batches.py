@@ -28,7 +28,7 @@ class Batch:
     """`ids` names the documents in order. Everything about tokens counts from a document's own start."""
 
     ids: list[str]
-    aux: Tensor  # [N, A*H] captured states of the row's token
+    aux: Tensor  # [N, A*H] captured states of the row's token (of a single document also [N, A, H])
     token: Tensor  # int64 [N] the token after it: the row's input
     position: Tensor  # int64 [N] the row's number i in its document
     document: Tensor  # int64 [N] index into `ids`, ascending
@@ -64,6 +64,7 @@ class Batch:
         return first, number - first[document]
 
 
+STATES = ("aux", "last")  # what is large
 TENSORS = tuple(f.name for f in fields(Batch) if f.name not in ("ids", "places"))
 
 
@@ -112,7 +113,7 @@ class Reader:
         """Pack these samples of the store. Those without a supervised row take no room; the batch may be empty."""
         documents = [document(self.store.read(i)) for i in samples]
         self._add_greedy(samples, documents)
-        batch = pack(documents)
+        batch = pack(documents, pin=self.device.type == "cuda")
         if self.device.type == "cuda" and len(batch):
             batch.places = Varlen.of(batch)
         return batch
@@ -135,7 +136,7 @@ def document(sample: Sample) -> Batch:
     position = torch.arange(rows)
     return Batch(
         ids=[sample.id],
-        aux=sample.hidden[:rows, :-1].flatten(1),
+        aux=sample.hidden[:rows, :-1],  # [rows, A, H]: a view, `pack` copies it
         token=sample.input_ids[1 : rows + 1],
         position=position,
         document=torch.zeros_like(position),
@@ -146,18 +147,29 @@ def document(sample: Sample) -> Batch:
     )
 
 
-def pack(documents: list[Batch]) -> Batch:
-    """Lay single-document batches behind each other, dropping the empty ones."""
+def pack(documents: list[Batch], pin: bool = False) -> Batch:
+    """Lay single-document batches behind each other, dropping the empty ones. States are copied once, if asked into pinned memory."""
     kept = [d for d in documents if len(d)] or documents[:1]
     starts = np.cumsum([0] + [len(d.token) for d in kept])
-    cat = _each(lambda name: torch.cat([getattr(d, name) for d in kept]))
+    cat = _each(lambda name: _joined([getattr(d, name) for d in kept], pin and name in STATES))
     cat["document"] = torch.repeat_interleave(torch.arange(len(kept)), torch.tensor(np.diff(starts)))
     cat["row"] = torch.cat([d.row + int(start) for d, start in zip(kept, starts, strict=False)])
     return Batch(ids=[d.ids[0] for d in kept], **cat)
 
 
-def pad(batch: Batch, rows: int, positions: int, queries: int, documents: int) -> Batch:
+def _joined(parts: list[Tensor], pin: bool) -> Tensor:
+    """Parts [n, ...] -> [sum of n, rest flattened]."""
+    width = parts[0].shape[1:].numel()
+    out = torch.empty(sum(map(len, parts)), *([width] if parts[0].dim() > 1 else []), dtype=parts[0].dtype, pin_memory=pin)
+    for part, place in zip(parts, out.split([len(p) for p in parts]), strict=True):
+        place.view(part.shape).copy_(part)
+    return out
+
+
+def pad(batch: Batch, rows: int, positions: int, queries: int, documents: int, states: bool = True) -> Batch:
     """Fill up to fixed sizes with one more document whose supervised positions are known at no step, so that they count for nothing.
+
+    Without `states`, aux and last stay as long as they are; zeros behind them are to follow on the device.
 
     rows [N], positions [M], queries (rows from a document's first supervised one on, over all documents) and documents are
     totals; each must exceed the batch's own by at least one, and by as much as the one named after it, documents aside.
@@ -174,7 +186,8 @@ def pad(batch: Batch, rows: int, positions: int, queries: int, documents: int) -
         document=torch.full((more_rows,), len(batch.ids)), row=row,
         left=batch.left.new_zeros(more), last=batch.last.new_zeros(more, batch.last.shape[1]), greedy=batch.greedy.new_zeros(more),
     )
-    return Batch(batch.ids + filler.ids, **_each(lambda name: torch.cat((getattr(batch, name), getattr(filler, name)))))
+    whole = _each(lambda name: torch.cat((getattr(batch, name), getattr(filler, name))) if states or name not in STATES else getattr(batch, name))
+    return Batch(batch.ids + filler.ids, **whole)
 
 
 def plan(lengths: np.ndarray, samples: np.ndarray, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:

@@ -1,14 +1,15 @@
-"""Reading ahead: a thread reads, checks and packs the next batches while the device computes on the current one.
+"""Reading ahead: threads read, check and pack the next batches while the device computes on the current one.
 
-On a GPU it also sends them there (pinned), and computes the target's greedy tokens on a stream of its own. Order is that of the list.
+For a GPU they also pad and pin them, and compute the target's greedy tokens beside the training step. Order is that of the list.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from eagle3lib.batches import Batch, Reader
 
-AHEAD = 3  # batches read and not yet asked for
+WORKERS = {"cpu": 1, "cuda": 8}  # threads; a CPU that trains has nothing to spare
+AHEAD = 2  # batches beyond those that the threads are at
 
 
 class Fed(NamedTuple):
@@ -28,59 +30,43 @@ class Fed(NamedTuple):
 
 
 class Feed:
-    """Iterate over it to get a Fed for each list of samples. Use as a context manager: leaving it ends the thread."""
+    """Iterate over it to get a Fed for each list of samples, in order. Use as a context manager: leaving it ends the threads."""
 
     def __init__(self, reader: Reader, todo: Sequence[list[int]], send: Callable[[Batch], Any], t2d: Tensor, steps: int) -> None:
         self.reader, self.todo, self.send, self.t2d, self.steps = reader, todo, send, t2d.cpu(), steps
-        self._queue: queue.Queue[Any] = queue.Queue(AHEAD)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="feed", daemon=True)
+        self.workers = WORKERS[reader.device.type]
+        self._pool = ThreadPoolExecutor(self.workers, "feed")
+        self._local = threading.local()
 
     def __enter__(self) -> Feed:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        while self._thread.is_alive():  # it may stand before a full queue
-            try:
-                self._queue.get(timeout=0.05)
-            except queue.Empty:
-                pass
-        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[Fed]:
-        for _ in self.todo:
+        coming: deque[Future[tuple[Any, int, Tensor]]] = deque()
+        for n in range(len(self.todo)):
+            while len(coming) < self.workers + AHEAD and n + len(coming) < len(self.todo):
+                coming.append(self._pool.submit(self._read, self.todo[n + len(coming)]))
             start = time.perf_counter()
-            found = self._queue.get()
-            if isinstance(found, BaseException):
-                raise found
-            sent, positions, rows = found
+            sent, positions, rows = coming.popleft().result()
             yield Fed(sent, positions, rows, time.perf_counter() - start)
 
-    def _work(self) -> None:
-        device = self.reader.device
-        try:
-            with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
-                for samples in self.todo:
-                    self._put(self._read(samples))
-                    if self._over.is_set():
-                        return
-        except BaseException as error:  # it belongs to whoever waits for the batch
-            self._put(error)
-
     def _read(self, samples: list[int]) -> tuple[Any, int, Tensor]:
-        batch = self.reader.batch(samples) if samples else None
+        with self._stream():
+            batch = self.reader.batch(samples) if samples else None
         if batch is None or not len(batch):
             return None, 0, torch.zeros(self.steps, dtype=torch.int64)
         return self.send(batch), len(batch), trained_rows(batch, self.t2d, self.steps)
 
-    def _put(self, item: Any) -> None:
-        while not self._over.is_set():
-            try:
-                return self._queue.put(item, timeout=0.2)
-            except queue.Full:
-                continue
+    def _stream(self) -> Any:
+        """A stream of the thread's own, so that greedy tokens are computed beside the training step."""
+        if self.reader.device.type != "cuda":
+            return nullcontext()
+        if not hasattr(self._local, "stream"):
+            self._local.stream = torch.cuda.Stream(self.reader.device)
+        return torch.cuda.stream(self._local.stream)
 
 
 def trained_rows(batch: Batch, t2d: Tensor, steps: int) -> Tensor:

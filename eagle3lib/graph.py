@@ -5,6 +5,7 @@ Legend: N rows, M supervised positions, B documents, K TTT steps.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from eagle3lib.draft import Draft
 from eagle3lib.flash import Varlen
 from eagle3lib.loss import Outcome, objective
 
+UNDER_WAY = 2  # steps that the host may be ahead: enough to hide it, and no more batches on the device
 SHARES = 32  # sizes are rounded up to this part of a batch's tokens: at most so many graphs, at most so much wasted work
 
 
@@ -27,13 +29,6 @@ class Captured:
     inputs: Batch
     graph: Any = None
     results: Any = None
-
-
-@dataclass
-class Uploaded:
-    batch: Batch  # on the device once `arrived`
-    pinned: Batch  # kept until then
-    arrived: Any
 
 
 class GraphStep:
@@ -48,47 +43,54 @@ class GraphStep:
         self.lr = torch.tensor(0.0, device=self.head.device)
         self.captured: dict[tuple[int, ...], Captured] = {}
         self.pool, self.copies = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-    def upload(self, batch: Batch) -> Uploaded:
-        """Pad a batch on the host to one of the fixed sizes and start its way to the device; any thread may do so."""
-        pinned = self.prepare(batch).map(lambda t: t.pin_memory())
-        with torch.cuda.stream(self.copies):
-            moved = pinned.to(self.head.device)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return Uploaded(moved, pinned, arrived)
+        self.under_way: deque[torch.cuda.Event] = deque()  # steps that the device may not have done yet
 
     def prepare(self, batch: Batch) -> Batch:
-        """Padded and laid out for the attention kernel."""
+        """On the host, in any thread: padded to one of the fixed sizes (states aside), laid out for the attention kernel, pinned."""
         unit = max(16, self.batch_tokens // SHARES)
         positions = _up(len(batch) + 1, unit)
         queries = _up(batch.queries + positions - len(batch), unit)
         rows = _up(len(batch.token) + queries - batch.queries, 2 * unit)
-        padded = pad(batch, rows, positions, queries, _up(len(batch.ids) + 1, 8))
+        padded = pad(batch, rows, positions, queries, _up(len(batch.ids) + 1, 8), states=False)
         padded.places = Varlen.of(padded)
         padded.places.longest = 1 << (padded.places.longest - 1).bit_length()
-        return padded
+        return padded.map(lambda t: t if t.is_pinned() else t.pin_memory())
 
-    def __call__(self, uploaded: Uploaded, lr: float) -> tuple[Outcome, Tensor]:
+    def upload(self, prepared: Batch) -> Batch:
+        """On the device by the time that the current stream gets to it; meanwhile the step before goes on."""
+        if len(self.under_way) == UNDER_WAY:
+            self.under_way.popleft().synchronize()
+        with torch.cuda.stream(self.copies):
+            moved = prepared.to(self.head.device)
+        torch.cuda.current_stream().wait_stream(self.copies)
+        return moved.map(_used_here)
+
+    def __call__(self, prepared: Batch, lr: float) -> tuple[Outcome, Tensor]:
         """One optimizer step. The results live on the device, until a batch of the same size comes.
 
         A gradient that is not finite changes no weight; the returned norm tells.
         """
+        batch = self.upload(prepared)
         self.lr.fill_(lr)
-        torch.cuda.current_stream().wait_event(uploaded.arrived)
-        batch = uploaded.batch.map(_used_here)
-        key = sizes(batch)
-        found = self.captured.get(key)
+        found = self.captured.get(sizes(batch))
         if found is None:  # the first of its size runs as it is: kernels are chosen and compiled, moments made
-            self.captured[key] = Captured(batch)
-            return self._step(self.captured[key].inputs)
-        copy(batch, found.inputs)
+            found = self.captured[sizes(batch)] = Captured(filled(batch))
+            results = self._step(found.inputs)
+        else:
+            fill(batch, found.inputs)
+            results = self._replay(found)
+        self.under_way.append(torch.cuda.current_stream().record_event())
+        return results
+
+    def _replay(self, found: Captured) -> tuple[Outcome, Tensor]:
         if found.graph is None:
             found.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(found.graph, pool=self.pool, capture_error_mode="thread_local"):  # another thread reads ahead meanwhile
+            # thread_local: threads that read ahead go on allocating and copying meanwhile
+            with torch.cuda.graph(found.graph, pool=self.pool, capture_error_mode="thread_local"):
                 found.results = self._step(found.inputs)
         found.graph.replay()
-        return found.results
+        results: tuple[Outcome, Tensor] = found.results
+        return results
 
     def _step(self, batch: Batch) -> tuple[Outcome, Tensor]:
         """Gradients live within the step only: what they fill was activations before."""
@@ -117,13 +119,23 @@ def _used_here(t: Tensor) -> Tensor:
     return t
 
 
-def copy(source: Batch, to: Batch) -> None:
-    """Overwrite a batch on the device with one of the same sizes."""
+def filled(batch: Batch) -> Batch:
+    """With room for states at every place of the padded batch, and zeros behind those that it has."""
+    room = {"aux": len(batch.token), "last": len(batch)}
+    whole = replace(batch, **{name: getattr(batch, name).new_empty(rows, getattr(batch, name).shape[1]) for name, rows in room.items()})
+    fill(batch, whole)
+    return whole
+
+
+def fill(source: Batch, to: Batch) -> None:
+    """Overwrite a batch on the device with one of the same sizes, whose states may be shorter."""
     for name in TENSORS:
-        getattr(to, name).copy_(getattr(source, name), non_blocking=True)
+        given, place = getattr(source, name), getattr(to, name)
+        place[: len(given)].copy_(given)
+        place[len(given) :].zero_()
     assert source.places and to.places
     for name in ("slot", "query_ends", "key_ends"):
-        getattr(to.places, name).copy_(getattr(source.places, name), non_blocking=True)
+        getattr(to.places, name).copy_(getattr(source.places, name))
 
 
 def _up(count: int, unit: int) -> int:

@@ -86,7 +86,7 @@ def test_weights_follow_the_plain_trainer(distance):
     step = step_of(fast, distance=distance)
     head = torch.randn(96, 16, generator=torch.Generator().manual_seed(4)).double()
     for batch in [*batches(5), *batches(5), *batches(5)]:
-        outcome, norm = step(step.upload(batch), 1e-3)
+        outcome, norm = step(step.prepare(batch), 1e-3)
         expected = objective(plain, batch, head, 5, 0.8, distance)
         optimizer.zero_grad()
         expected.loss.backward()
@@ -104,10 +104,10 @@ def test_weights_follow_the_plain_trainer(distance):
 def test_a_gradient_that_is_not_finite_changes_no_weight():
     draft = gpu_draft()
     step, batch = step_of(draft), batches(1)[0]
-    step(step.upload(batch), 1e-3)
+    step(step.prepare(batch), 1e-3)
     before = [p.detach().clone() for p in draft.parameters()]
     batch.aux[5] = float("nan")
     for _ in range(3):
-        _, norm = step(step.upload(batch), 1e-3)
+        _, norm = step(step.prepare(batch), 1e-3)
         assert not torch.isfinite(norm)
     assert all(torch.equal(a, b) for a, b in zip(before, draft.parameters(), strict=True))
