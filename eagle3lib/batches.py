@@ -86,7 +86,7 @@ def steps_left(loss_mask: Tensor) -> Tensor:
     return torch.from_numpy(np.where(mask == 1, end - np.arange(len(mask)), -1))
 
 
-def greedy_tokens(last: Tensor, head: Tensor, chunk: int = 16384) -> Tensor:
+def greedy_tokens(last: Tensor, head: Tensor, chunk: int = 4096) -> Tensor:
     """Last hidden states [M, H], the target's lm_head [V, H] -> the target's greedy token of each, int64 [M], on `last`'s device.
 
     The head may lie on the host while the states are on a GPU: `chunk` of its rows at a time then pass through.

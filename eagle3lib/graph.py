@@ -5,6 +5,7 @@ Legend: N rows, M supervised positions, B documents, K TTT steps.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,20 +14,59 @@ import torch
 from torch import Tensor
 
 from eagle3lib import products
-from eagle3lib.batches import TENSORS, Batch, pad
+from eagle3lib.batches import Batch, pad
 from eagle3lib.draft import Draft
 from eagle3lib.flash import Varlen
 from eagle3lib.loss import Outcome, objective
 
 UNDER_WAY = 2  # steps that the host may be ahead: enough to hide it, and no more batches on the device
-SHARES = 32  # sizes are rounded up to this part of a batch's tokens: at most so many graphs, at most so much wasted work
+SHARES = 64  # a new size is rounded up to this part of a batch's tokens
+SLACK = 1.12  # a known size is taken rather than a new one while it is at most this much larger
+
+
+Sizes = tuple[int, int, int, int, int]  # N, M, B, query places, bound of a document's rows: all that a graph has baked in
+
+
+@dataclass
+class Prepared:
+    """A padded batch, all its small tensors behind each other in one, so that few copies and few calls bring it to the device."""
+
+    ids: list[str]
+    sizes: Sizes
+    whole: Tensor  # int64
+    aux: Tensor  # [rows, A*H], not padded
+    last: Tensor  # [positions, H], not padded
+
+
+class Inputs:
+    """A place on the device for batches of one size."""
+
+    def __init__(self, given: Prepared) -> None:
+        """`given`, on the device."""
+        rows, positions, *_ = self.sizes = given.sizes
+        self.ids, self.whole = given.ids, torch.empty_like(given.whole)
+        self.aux, self.last = (t.new_empty(n, t.shape[1]) for t, n in ((given.aux, rows), (given.last, positions)))
+        self.fill(given)
+
+    def fill(self, given: Prepared) -> None:
+        self.whole.copy_(given.whole)
+        for place, states in ((self.aux, given.aux), (self.last, given.last)):
+            place[: len(states)].copy_(states)
+            place[len(states) :].zero_()
+
+    def batch(self) -> Batch:
+        rows, positions, documents, slots, longest = self.sizes
+        parts = self.whole.split([rows] * 3 + [positions] * 4 + [documents + 1] * 2)
+        token, position, document, row, left, greedy, slot, query_ends, key_ends = parts
+        places = Varlen(slot, query_ends.int(), key_ends.int(), slots, longest)
+        return Batch(self.ids, self.aux, token, position, document, row, left, self.last, greedy, places)
 
 
 @dataclass
 class Captured:
     """A size of batches: its place on the device and, from the second of its kind on, the graph and where its results appear."""
 
-    inputs: Batch
+    inputs: Inputs
     graph: Any = None
     results: Any = None
 
@@ -41,43 +81,59 @@ class GraphStep:
         self.layers = products.shorten(draft)
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
         self.lr = torch.tensor(0.0, device=self.head.device)
-        self.captured: dict[tuple[int, ...], Captured] = {}
+        self.captured: dict[Sizes, Captured] = {}
+        self.known: list[Sizes] = []
+        self.choosing = threading.Lock()
         self.pool, self.copies = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.under_way: deque[torch.cuda.Event] = deque()  # steps that the device may not have done yet
 
-    def prepare(self, batch: Batch) -> Batch:
-        """On the host, in any thread: padded to one of the fixed sizes (states aside), laid out for the attention kernel, pinned."""
-        unit = max(16, self.batch_tokens // SHARES)
-        positions = _up(len(batch) + 1, unit)
-        queries = _up(batch.queries + positions - len(batch), unit)
-        rows = _up(len(batch.token) + queries - batch.queries, 2 * unit)
-        padded = pad(batch, rows, positions, queries, _up(len(batch.ids) + 1, 8), states=False)
-        padded.places = Varlen.of(padded)
-        padded.places.longest = 1 << (padded.places.longest - 1).bit_length()
-        return padded.map(lambda t: t if t.is_pinned() else t.pin_memory())
+    def prepare(self, batch: Batch) -> Prepared:
+        """On the host, in any thread: padded to one of the fixed sizes, laid out for the attention kernel, in pinned memory."""
+        sizes = rows, positions, documents, queries, _ = self._sizes(batch)
+        padded = pad(batch, rows, positions, queries, documents, states=False)
+        at = Varlen.of(padded)
+        parts = (padded.token, padded.position, padded.document, padded.row, padded.left, padded.greedy, at.slot, at.query_ends, at.key_ends)
+        return Prepared(padded.ids, sizes, _pinned(torch.cat([p.long() for p in parts])), _pinned(batch.aux), _pinned(batch.last))
 
-    def upload(self, prepared: Batch) -> Batch:
+    def _sizes(self, batch: Batch) -> Sizes:
+        """The smallest known size that wastes little on this batch, else a new one: few sizes, however the lengths vary."""
+        own = (len(batch.token), len(batch), len(batch.ids), batch.queries, int(batch.position.max()) + 1)
+        unit = max(16, self.batch_tokens // SHARES)
+        positions = _up(own[1] + 1, unit)
+        queries = _up(own[3] + positions - own[1], unit)
+        rows = _up(own[0] + queries - own[3], 2 * unit)
+        longest = 1 << (max(own[4], rows - own[0]) - 1).bit_length()
+        new = (rows, positions, _up(own[2] + 1, 8), queries, longest)
+        with self.choosing:
+            fitting = [known for known in self.known if fits(own, known) and all(k <= SLACK * n for k, n in zip(known[:2], new, strict=False))]
+            if not fitting:
+                self.known.append(new)
+            return min(fitting, default=new)
+
+    def upload(self, prepared: Prepared) -> Prepared:
         """On the device by the time that the current stream gets to it; meanwhile the step before goes on."""
         if len(self.under_way) == UNDER_WAY:
             self.under_way.popleft().synchronize()
         with torch.cuda.stream(self.copies):
-            moved = prepared.to(self.head.device)
+            moved = [t.to(self.head.device, non_blocking=True) for t in (prepared.whole, prepared.aux, prepared.last)]
         torch.cuda.current_stream().wait_stream(self.copies)
-        return moved.map(_used_here)
+        for t in moved:
+            t.record_stream(torch.cuda.current_stream())  # so that its memory is not given to the next upload too early
+        return Prepared(prepared.ids, prepared.sizes, *moved)
 
-    def __call__(self, prepared: Batch, lr: float) -> tuple[Outcome, Tensor]:
+    def __call__(self, prepared: Prepared, lr: float) -> tuple[Outcome, Tensor]:
         """One optimizer step. The results live on the device, until a batch of the same size comes.
 
         A gradient that is not finite changes no weight; the returned norm tells.
         """
-        batch = self.upload(prepared)
+        given = self.upload(prepared)
         self.lr.fill_(lr)
-        found = self.captured.get(sizes(batch))
+        found = self.captured.get(given.sizes)
         if found is None:  # the first of its size runs as it is: kernels are chosen and compiled, moments made
-            found = self.captured[sizes(batch)] = Captured(filled(batch))
-            results = self._step(found.inputs)
+            found = self.captured[given.sizes] = Captured(Inputs(given))
+            results = self._step(found.inputs.batch())
         else:
-            fill(batch, found.inputs)
+            found.inputs.fill(given)
             results = self._replay(found)
         self.under_way.append(torch.cuda.current_stream().record_event())
         return results
@@ -87,7 +143,7 @@ class GraphStep:
             found.graph = torch.cuda.CUDAGraph()
             # thread_local: threads that read ahead go on allocating and copying meanwhile
             with torch.cuda.graph(found.graph, pool=self.pool, capture_error_mode="thread_local"):
-                found.results = self._step(found.inputs)
+                found.results = self._step(found.inputs.batch())
         found.graph.replay()
         results: tuple[Outcome, Tensor] = found.results
         return results
@@ -108,34 +164,14 @@ class GraphStep:
         return replace(outcome, loss=outcome.loss.detach()), norm
 
 
-def sizes(batch: Batch) -> tuple[int, ...]:
-    """All that a captured graph has baked in."""
-    assert batch.places
-    return len(batch.token), len(batch), len(batch.ids), batch.places.slots, batch.places.longest
+def fits(own: Sizes, known: Sizes) -> bool:
+    """Whether a batch of these sizes can be padded to the known ones (see batches.pad)."""
+    rows, positions, documents, queries, _ = (k - o for k, o in zip(known, own, strict=True))
+    return rows >= queries >= positions >= 1 and documents >= 1 and known[4] >= max(own[4], rows)
 
 
-def _used_here(t: Tensor) -> Tensor:
-    t.record_stream(torch.cuda.current_stream())  # so that its memory is not given to the next upload too early
-    return t
-
-
-def filled(batch: Batch) -> Batch:
-    """With room for states at every place of the padded batch, and zeros behind those that it has."""
-    room = {"aux": len(batch.token), "last": len(batch)}
-    whole = replace(batch, **{name: getattr(batch, name).new_empty(rows, getattr(batch, name).shape[1]) for name, rows in room.items()})
-    fill(batch, whole)
-    return whole
-
-
-def fill(source: Batch, to: Batch) -> None:
-    """Overwrite a batch on the device with one of the same sizes, whose states may be shorter."""
-    for name in TENSORS:
-        given, place = getattr(source, name), getattr(to, name)
-        place[: len(given)].copy_(given)
-        place[len(given) :].zero_()
-    assert source.places and to.places
-    for name in ("slot", "query_ends", "key_ends"):
-        getattr(to.places, name).copy_(getattr(source.places, name))
+def _pinned(t: Tensor) -> Tensor:
+    return t if t.is_pinned() else t.pin_memory()
 
 
 def _up(count: int, unit: int) -> int:

@@ -26,7 +26,7 @@ from eagle3lib.errors import Eagle3Error
 from eagle3lib.ttt import unroll
 
 DISTANCES = ("ce", "kl", "lk")
-CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 384 * 2**20}  # logits held at once; on a CPU about what stays in cache
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 320 * 2**20}  # logits held at once; on a CPU about what stays in cache
 
 
 @dataclass
@@ -111,7 +111,7 @@ class SoftTargets(torch.autograd.Function):
         weight_TK = torch.where(has_row, weight.t().flatten()[there], 0)
         grad_TKH, grad_head = torch.empty_like(x_TKH), torch.zeros_like(lm_head) if short is None else products.gradient(lm_head).zero_()
         each_TK, guess_TK = weight.new_empty(positions, steps), torch.empty_like(there)
-        chunk = chunk_targets(len(lm_head), steps, x.device)
+        chunk = chunk_targets(len(lm_head), steps, positions, x.device)
         for start in range(0, positions, chunk):
             part = slice(start, start + chunk)
             rows = x_TKH[part].flatten(0, 1)
@@ -131,9 +131,10 @@ class SoftTargets(torch.autograd.Function):
         return grads[0] * grad_x, None if grad_head is None else grads[0] * grad_head, None, None, None, None, None
 
 
-def chunk_targets(drafted: int, steps: int, device: torch.device) -> int:
-    """Targets whose logits are held at once."""
-    return max(16, CHUNK_BYTES[device.type] // (6 * drafted * steps))
+def chunk_targets(drafted: int, steps: int, positions: int, device: torch.device) -> int:
+    """Targets whose logits are held at once. On a GPU every chunk passes over lm_head's gradient, so there are few of them."""
+    by_bytes = max(16, CHUNK_BYTES[device.type] // (6 * drafted * steps))
+    return by_bytes if device.type == "cpu" else max(by_bytes, -(-positions // 8))
 
 
 def by_target(positions: int, steps: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

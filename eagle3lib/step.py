@@ -17,7 +17,7 @@ from torch import Tensor
 from eagle3lib import products
 from eagle3lib.batches import Batch
 from eagle3lib.draft import Draft
-from eagle3lib.graph import GraphStep, filled
+from eagle3lib.graph import GraphStep, Inputs, Prepared
 from eagle3lib.loss import Outcome, objective
 from eagle3lib.parallel import Group
 from eagle3lib.recipe import Recipe
@@ -62,24 +62,24 @@ class GpuStep(GraphStep):
                          grad_clip=recipe.grad_clip, batch_tokens=tokens)
         self.group = group
 
-    def send(self, batch: Batch) -> Batch:
+    def send(self, batch: Batch) -> Prepared:
         return self.prepare(batch)
 
     def settle(self) -> None:
         products.refresh(self.layers)  # the weights have moved since the last step began
 
-    def take(self, sent: Batch | None, rows: Tensor, lr: float) -> Taken:
+    def take(self, sent: Prepared | None, rows: Tensor, lr: float) -> Taken:
         if self.group.size > 1:
             return self._shared(sent, rows.to(self.head.device, non_blocking=True), lr)
         assert sent is not None
         return self(sent, lr)
 
-    def _shared(self, sent: Batch | None, rows: Tensor, lr: float) -> Taken:
+    def _shared(self, sent: Prepared | None, rows: Tensor, lr: float) -> Taken:
         self.lr.fill_(lr)
         products.refresh(self.layers)
         outcome: Outcome | None = None
         if sent is not None:
-            outcome = objective(self.draft, filled(self.upload(sent)), self.head, self.steps, self.decay, self.distance, rows)
+            outcome = objective(self.draft, Inputs(self.upload(sent)).batch(), self.head, self.steps, self.decay, self.distance, rows)
             assert outcome.loss is not None
             outcome.loss.backward()
             products.collect(self.layers)

@@ -242,11 +242,11 @@ class Store:
         return Sample(bytes(record["id"]).hex(), torch.frombuffer(parts["input_ids"], dtype=torch.int32).long(),
                       torch.frombuffer(parts["loss_mask"], dtype=torch.uint8).bool(), hidden)
 
-    def read_parts(self, i: int) -> dict[str, bytearray]:
+    def read_parts(self, i: int) -> dict[str, np.ndarray]:
         """The bytes of sample i as they lie on the disk, by part, their checksums proved."""
         record = self.index[i]
         rows, sizes = int(record["rows"]), layout(self.manifest)
-        parts = {name: bytearray(rows * each) for name, (_, _, each) in sizes.parts(rows).items()}
+        parts = {name: np.empty(rows * each, np.uint8) for name, (_, _, each) in sizes.parts(rows).items()}
         try:
             shard = self._shard(int(record["shard"]))
             for name, out in parts.items():

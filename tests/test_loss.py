@@ -291,7 +291,7 @@ def test_losses_by_step_add_up_to_the_loss():
 
 def test_chunks_do_not_matter(monkeypatch):
     whole = gradients(MIXED, dtype=torch.float64)
-    monkeypatch.setattr("eagle3lib.loss.chunk_targets", lambda drafted, steps, device: 3)
+    monkeypatch.setattr("eagle3lib.loss.chunk_targets", lambda drafted, steps, positions, device: 3)
     for a, b in zip(whole, gradients(MIXED, dtype=torch.float64), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 

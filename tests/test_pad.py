@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from drafts import HIDDEN, VOCAB, make_batch, make_sample, small_draft, unrolled
@@ -12,6 +14,7 @@ from eagle3lib.batches import TENSORS, pad
 from eagle3lib.distances import row_gradients
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.flash import Varlen
+from eagle3lib.graph import GraphStep
 from eagle3lib.loss import objective
 
 MIXED = [make_sample(14, [(4, 10)], seed=1), make_sample(20, [(3, 5), (8, 19)], seed=2), make_sample(9, [(5, 9)], seed=3)]
@@ -108,3 +111,36 @@ def test_parts_of_a_batch_add_up_when_divided_by_the_whole_batchs_rows():
 def test_every_step_has_all_positions_and_dead_ones_are_told_apart():
     draft, batch = small_draft(torch.float64), make_batch(MIXED, HEAD)
     assert [len(alive) for alive, _ in unrolled(draft, batch, 4)] == [int((batch.left > k).sum()) for k in range(4)]
+
+
+# Sizes of batches for the GPU's graphs -----------------------------------------------------------------------------------
+
+
+def chooser(batch_tokens=2048):
+    """The part of GraphStep that needs no GPU."""
+    step = object.__new__(GraphStep)
+    step.batch_tokens, step.known, step.choosing = batch_tokens, [], threading.Lock()
+    return step
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(6, 90), st.integers(1, 60)), min_size=1, max_size=9), min_size=1, max_size=12))
+def test_batches_of_any_lengths_fit_into_the_size_chosen_for_them(drawn):
+    step = chooser(512)
+    for spec in drawn:
+        samples = [make_sample(length, [(max(1, length - reply), length)], seed=n) for n, (length, reply) in enumerate(spec)]
+        batch = make_batch(samples, HEAD)
+        if not len(batch):
+            continue
+        rows, positions, documents, queries, longest = step._sizes(batch)
+        padded = pad(batch, rows, positions, queries, documents, states=False)
+        assert padded.queries == queries and Varlen.of(padded).longest <= longest
+        assert len(padded.aux) == len(batch.token) and len(padded.row) == positions
+
+
+def test_few_sizes_serve_many_batches():
+    step, generator = chooser(), torch.Generator().manual_seed(3)
+    for n in range(200):
+        lengths = torch.randint(40, 220, (14,), generator=generator).tolist()
+        step._sizes(make_batch([make_sample(length, [(20, length)], seed=n) for length in lengths], HEAD))
+    assert len(step.known) <= 24, step.known
