@@ -124,6 +124,24 @@ def test_a_store_of_a_target_with_other_weights_is_refused(toy, tmp_path):
             train(run, store, target, D2T, T2D, SHORT)
 
 
+def test_a_runs_draft_is_exported_for_either_engine_from_the_command_line(toy, tmp_path, capsys):
+    from eagle3lib.cli import main
+
+    target, samples = toy
+    run, store = make_run(tmp_path / "run", samples)
+    train(run, store, target, D2T, T2D, SHORT, heldout={samples[0].id})
+    (run / "metrics.json").write_text('{"train.acceptance_length_heldout": 1.25}')
+    assert main(["export", str(run), "--layout", "vllm"]) == 0
+    folder = run / "draft-vllm"
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "config.json", "model.safetensors", "training.png"]
+    card = (folder / "README.md").read_text()
+    for text in ("| train.acceptance_length_heldout | 1.25 |", "![training](training.png)", "vllm serve", "- target: `toy`"):
+        assert text in card
+    assert "0 errors" in capsys.readouterr().out
+    assert main(["export", str(run), "--out", str(tmp_path / "sglang"), "--dtype", "float32"]) == 0
+    assert warmstart.read(tmp_path / "sglang", target).cfg == checkpoint.load(run / "checkpoint").cfg
+
+
 # What is said while it runs --------------------------------------------------------------------------------------------
 
 CLOCK = ("seconds", "tokens_per_s", "wait_share", "left_s")
