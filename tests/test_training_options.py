@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drafts import successor_samples, successor_target
+from test_draftcheck import fitting_draft
 from test_train import D2T, RECIPE, T2D, VOCAB, lines, make_run, weights
 
-from eagle3lib import checkpoint, export, steplog, targets, warmstart
+from eagle3lib import checkpoint, export, initial, steplog, targets, warmstart
 from eagle3lib.draftcheck import check_draft
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.recipe import Recipe, schedule
@@ -86,6 +88,17 @@ def test_a_warm_start_begins_where_the_draft_was(toy, tmp_path, layout):
     assert again.heldout.length == pytest.approx(trained.heldout.length, abs=0.05) and trained.heldout.length > 1.3
     old, new = checkpoint.load(trained.draft).exported(), checkpoint.load(again.draft).exported()
     assert all(torch.allclose(old[n].float(), new[n].float(), atol=1e-5) for n in old)
+
+
+def test_a_warm_start_takes_the_scale_of_the_states_out_of_the_weights(toy, tmp_path):
+    """Training works on scaled states; the draft that was read must compute the same as before all the same."""
+    target, samples = toy
+    folder = export.export(fitting_draft(target), tmp_path / "draft", dtype="float32")
+    ids = warmstart.read(folder, target)
+    _, store = make_run(tmp_path / "run", [replace(s, hidden=s.hidden * 16) for s in samples])
+    draft, whence = initial.start(store, target, ids.d2t, ids.t2d, 0, {}, folder, np.arange(4))
+    assert (draft.feature_scale > 4).all() and whence["start_from"]
+    assert all(torch.equal(t, ids.exported()[n]) for n, t in draft.exported().items())
 
 
 def test_a_warm_start_that_does_not_fit_is_refused(toy, tmp_path):
