@@ -119,6 +119,20 @@ def test_an_error_in_the_processes_is_the_launchers_own(toy, tmp_path):
     assert checkpoint.last_state(run / "training") is None  # nothing that is not finite was kept
 
 
+def test_an_error_in_one_process_ends_all(toy, tmp_path):
+    """A damaged sample is read by one process only; the others must not wait for it for ever."""
+    target, samples = toy
+    run, store = make_run(tmp_path, samples)
+    shard = next((run / "store").glob("shard-*"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 255
+    shard.write_bytes(data)
+    start = time.monotonic()
+    with pytest.raises(Eagle3Error, match="checksum"):
+        launch.run(run, store, target, D2T, T2D, TWO, processes=2)
+    assert time.monotonic() - start < 90
+
+
 def test_impossible_numbers_of_processes_are_refused(toy, tmp_path):
     target, samples = toy
     run, store = make_run(tmp_path, samples[:3])
