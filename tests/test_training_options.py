@@ -68,6 +68,19 @@ def test_every_shape_trains_resumes_and_is_exported(toy, tmp_path, shape):
     assert found.difference <= 1e-5 * max(1.0, found.scale) and found.unread == []
 
 
+def test_what_sglang_will_not_serve_is_said_before_the_hours_are_spent(toy, tmp_path, capsys):
+    target, samples = toy
+    run, store = make_run(tmp_path / "run", samples)
+    result = train(run, store, target, D2T, T2D, SHORT, shape={"train_embeddings": True})
+    assert "will not be exported for SGLang: it has trained embeddings" in capsys.readouterr().out
+    draft = checkpoint.load(result.draft)
+    assert not torch.equal(draft.embed_tokens.weight, targets.head_weights(target)[1])  # they were trained, and kept
+    with pytest.raises(Eagle3Error, match="trained embeddings"):
+        export.export(draft, tmp_path / "sglang")
+    folder = export.export(draft, tmp_path / "vllm", dtype="float32", layout="vllm")
+    assert torch.equal(warmstart.read(folder, target).embed_tokens.weight, draft.embed_tokens.weight)
+
+
 @pytest.mark.parametrize("distance", ["kl", "lk"])
 def test_other_objectives_train(toy, tmp_path, distance):
     target, samples = toy
