@@ -226,7 +226,7 @@ class Job:
         self.supervised += supervised if any(rows) else 0
         self.seen[self.step] = samples
         record = {"step": self.step, "epoch": epoch, "lr": lr, "tokens": int(self.lengths[samples].sum()), "supervised": supervised,
-                  "wait_share": fed.waited, "rows": rows, "left": self.total - self.step}
+                  "waited": fed.waited, "rows": rows, "left": self.total - self.step}
         self.window.add(record, outcome, norm)
         return bool(stops)
 
