@@ -110,7 +110,20 @@ def _fill(draft: Draft, folder: Path, embeddings: Tensor | None) -> None:
 # Training states -------------------------------------------------------------------------------------------------------
 
 
-def save_state(folder: Path, draft: Draft, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep: int = 2) -> Path:
+KEEP = 2  # states; while one is written there are that many and one more
+
+
+def require_room(folder: Path, draft: Draft) -> None:
+    """Eagle3Error when the disk cannot hold what a run keeps at most: KEEP + 1 states and two drafts. Said before the first step."""
+    trained = sum(p.numel() * p.element_size() for p in draft.parameters() if p.requires_grad)
+    there = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    needed = (KEEP + 1) * 3 * trained + 2 * trained - there
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    if needed > free:
+        raise Eagle3Error(f"training keeps up to {needed / 1e9:.2f} GB of states in {folder}, {free / 1e9:.2f} GB are free there. Make room first.")
+
+
+def save_state(folder: Path, draft: Draft, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep: int = KEEP) -> Path:
     """Write `<folder>/step-<state["step"]>` and remove all but the newest `keep` states."""
     final = folder / f"step-{state['step']:08d}"
     temporary = folder / f".{final.name}.tmp"

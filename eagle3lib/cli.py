@@ -75,6 +75,13 @@ def parser() -> argparse.ArgumentParser:
     open_.add_argument("stage", metavar="STAGE")
     open_.set_defaults(command=_open)
 
+    export = commands.add_parser("export", help="write a run's best draft as a folder that SGLang or vLLM loads")
+    export.add_argument("run", metavar="RUN")
+    export.add_argument("--layout", choices=("sglang", "vllm"), default="sglang")
+    export.add_argument("--out", type=Path, metavar="DIR", help="where to; default: draft-LAYOUT in the run")
+    export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    export.set_defaults(command=_export)
+
     check = commands.add_parser("check-draft", help="check an EAGLE-3 draft folder, ours or anybody's, as SGLang will read it")
     check.add_argument("draft", type=Path, metavar="DIR")
     check.add_argument("--target", default="", metavar="TARGET", help="also check it against this target (folder, hub name or smollm2)")
@@ -124,6 +131,13 @@ def _report(args: argparse.Namespace) -> int:
     for path in (report.write(folder), report.write_index(folder.parent)):
         print(runs.show_path(path))
     return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from eagle3lib import compare, draftcheck, export
+
+    run = compare.find_one(args.run)
+    return draftcheck.report(export.from_run(run, args.out or run / f"draft-{args.layout}", layout=args.layout, dtype=args.dtype))
 
 
 def _check_draft(args: argparse.Namespace) -> int:

@@ -79,10 +79,10 @@ def training_curves(history: Sequence[Record], heldout: Sequence[Record] = ()) -
     history: records of steps. heldout: records of measurements. The figure and its text alternative.
     """
     panels = [_loss, _hits, _rate, _speed] + ([_acceptance, _buckets] if heldout else [])
-    with plt.rc_context(STYLE):
-        fig, axes = plt.subplots(2, len(panels) // 2, figsize=(9.6 if len(panels) == 4 else 12.6, 6.2))
     order = [0, 1, 3, 4, 2, 5] if heldout else [0, 1, 2, 3]
-    found = [panel(axes.flat[place], history, heldout) for panel, place in zip(panels, order, strict=True)]
+    with plt.rc_context({**STYLE, "legend.fontsize": 8}):
+        fig, axes = plt.subplots(2, len(panels) // 2, figsize=(9.6 if len(panels) == 4 else 13.2, 6.4), layout="constrained")
+        found = [panel(axes.flat[place], history, heldout) for panel, place in zip(panels, order, strict=True)]
     last = history[-1]
     left = f", about {_minutes(last['left_s'])} left" if last.get("left_s") else ""
     fig.suptitle(f"Step {last['step']:,}{left}", fontsize=10, x=0.01, ha="left")
@@ -100,7 +100,7 @@ def _steps(ax: Axes, history: Sequence[Record], ylabel: str) -> list[int]:
 
 
 def _loss(ax: Axes, history: Sequence[Record], _: Sequence[Record]) -> str:
-    steps, loss = _steps(ax, history, "loss, summed over TTT steps [nats]"), np.array([r["loss"] for r in history], float)
+    steps, loss = _steps(ax, history, "loss of all TTT steps [nats]"), np.array([r["loss"] for r in history], float)
     ends = max(1, len(loss) // 20)
     ax.plot(steps, loss, color=SKY, linewidth=0.8, label="each step")
     ax.plot(steps, smooth(loss), color=BLUE, linewidth=2, label="smoothed")
@@ -115,9 +115,10 @@ def _hits(ax: Axes, history: Sequence[Record], _: Sequence[Record]) -> str:
     steps, hits = _steps(ax, history, "hit rate, smoothed [%]"), np.array([r["hits"] for r in history], float)
     for k in range(hits.shape[1]):
         ax.plot(steps, smooth(hits[:, k]) * 100, color=CYCLE[k % 7], linestyle=("-", "--", "-.", ":")[k % 4], label=f"step {k}")
-    ax.legend(ncols=2, title="TTT")
+    ax.set_ylim(None, 1.25 * ax.get_ylim()[1])  # room for the legend
+    ax.legend(ncols=4, title="TTT", loc="upper left")
     last = [smooth(hits[:, k])[-1] for k in (0, -1)]
-    found = f"Hit rate now {last[0]:.0%} at step 0, {last[1]:.0%} at step {hits.shape[1] - 1}"
+    found = f"Hit rate {last[0]:.0%} at step 0, {last[1]:.0%} at step {hits.shape[1] - 1}"
     title(ax, found)
     return found
 
@@ -137,7 +138,7 @@ def _speed(ax: Axes, history: Sequence[Record], _: Sequence[Record]) -> str:
     ax.set_ylim(0, None)
     waits = [r["wait_share"] for r in history if r.get("wait_share") is not None]
     typical = np.nanmedian(speed) if np.isfinite(speed).any() else 0.0
-    found = f"{typical:,.0f} tokens/s" + (f", {np.mean(waits):.1%} of the time waiting for data" if waits else "")
+    found = f"{typical:,.0f} tokens/s" + (f", {np.mean(waits):.1%} waiting for data" if waits else "")
     title(ax, found)
     return found
 
@@ -151,7 +152,7 @@ def _acceptance(ax: Axes, _: Sequence[Record], heldout: Sequence[Record]) -> str
     ax.plot(steps[best], length[best], "D", color=VERMILION, label="kept")
     ax.axhline(1.0, color=BLACK, linestyle="--", linewidth=1)
     ax.legend(loc="lower right")
-    found = f"Held-out acceptance length {length[best]:.2f} (simulated, chain)"
+    found = f"Held-out acceptance {length[best]:.2f} (simulated, chain)"
     title(ax, found)
     return found
 
@@ -166,12 +167,12 @@ def _buckets(ax: Axes, _: Sequence[Record], heldout: Sequence[Record]) -> str:
         value = np.array([[b["length"], b["length"] - b["low"], b["high"] - b["length"]] for b in by_length.values()])
         ax.errorbar(at, value[:, 0], np.maximum(value[:, 1:].T, 0), fmt=MARKERS[n], color=CYCLE[n], capsize=3, label=f"by {kind}")
     ax.axhline(1.0, color=BLACK, linestyle="--", linewidth=1)
-    ax.set_xticks(range(len(names)), names, rotation=30)
-    ax.set(xlabel="length [tokens]", ylabel="acceptance length")
+    ax.set_xticks(range(len(names)), names, rotation=20)
+    ax.set(xlabel="length [tokens]", ylabel="acceptance length [tokens a round]", xlim=(-0.5, max(len(names), 1) - 0.5))
     if names:
         ax.legend()
     values = [b["length"] for by_length in buckets.values() for b in by_length.values()]
-    found = f"Between {min(values):.2f} and {max(values):.2f} by length of context or reply" if values else "Acceptance by length: not measured"
+    found = f"By length: between {min(values):.2f} and {max(values):.2f}" if values else "Acceptance by length: not measured"
     title(ax, found)
     return found
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eagle3lib import acceptance, draftcheck, export, proof, speculate, targets
+from eagle3lib import acceptance, curves, draftcheck, export, proof, speculate, targets
 from eagle3lib.acceptance import Acceptance, Shape
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
@@ -274,7 +274,7 @@ def export_draft(draft: Draft, folder: Path, target: Path, results: Results, *, 
     `fingerprint`: what the hidden states were made with, for the model card (default: the target folder's hashes).
     """
     card = export.model_card(draft, target.name, _card_figures(results), fingerprint or targets.fingerprint(target), results.steps)
-    export.export(draft, folder, dtype=dtype, card=card)
+    export.export(draft, folder, dtype=dtype, card=card, images=curves.png(folder.parent))
     sample = results.witness
     aux_TA, tokens = sample.hidden[:-1, :-1].flatten(1), sample.input_ids[1:].tolist()
     trip = export.round_trip(draft, folder, aux_TA, tokens, results.steps)

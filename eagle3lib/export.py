@@ -112,6 +112,18 @@ def engine_config(cfg: DraftConfig, dtype: str, layout: Layout = SGLANG) -> dict
     }
 
 
+def from_run(run: Path, folder: Path, *, layout: str = "sglang", dtype: str = "bfloat16", steps: int = 3) -> Path:
+    """Export the best draft of a run, with a card that holds what the run measured. `steps`: draft steps that the card serves with."""
+    from eagle3lib import checkpoint, curves, runs
+
+    draft, about = checkpoint.load(run / "checkpoint"), checkpoint.about(run / "checkpoint")
+    measured = {n: v for n, v in runs.read_metrics(run).items() if n.startswith(("evaluate.acceptance", "train.acceptance"))}
+    store = run / "store" / "store.json"
+    fingerprint = runs.read_json(store)["fingerprint"] if store.is_file() else {"store": about["store"]}
+    card = model_card(draft, Path(about["target"]).name, measured, fingerprint, steps, layout)
+    return export(draft, folder, dtype=dtype, card=card, layout=layout, images=curves.png(run))
+
+
 # Comparing with the trainer's draft ----------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3lib import checkpoint, targets, warmstart
+from eagle3lib import checkpoint, layouts, targets, warmstart
 from eagle3lib.batches import Samples
 from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.errors import Eagle3Error, ParamError
@@ -46,6 +46,8 @@ def start(
     """The draft to be trained, and what a state must remember of where it came from."""
     chosen = {name: value for name, value in shape.items() if value}
     cfg = config_of(store, target, t2d, len(d2t), chosen)
+    if start_from is None and (why := layouts.refusal(cfg, layouts.SGLANG)):
+        print(f"warning: this draft will not be exported for SGLang: {why}", flush=True)
     if start_from is None:
         return new_draft(cfg, d2t, t2d, target, store, samples.tolist(), seed), {}
     draft = warmstart.read(start_from, target)

@@ -112,19 +112,20 @@ class Window:
         pending, self._pending = self._pending, []
         numbers = self.group.sum(torch.stack([n for _, n in pending])).cpu()
         seconds = (time.perf_counter() - self._since) / len(pending)
+        waited = sum(record["waited"] for record, _ in pending) / len(pending)
         self.restart()
         for (record, _), row in zip(pending, numbers, strict=True):
-            on_record(self._complete(record, row, seconds))
+            on_record(self._complete(record, row, seconds, waited))
 
-    def _complete(self, record: Record, row: Tensor, seconds: float) -> Record:
+    def _complete(self, record: Record, row: Tensor, seconds: float, waited: float) -> Record:
         losses, hits, joint, tried = row[: 4 * self.steps].view(4, self.steps)
         loss, norm = row[-2:].tolist()
-        rows, left = record.pop("rows"), record.pop("left")
+        rows, left, _ = (record.pop(name) for name in ("rows", "left", "waited"))
         trained = sum(rows) > 0
         return record | {
             "loss": loss if trained else None, "losses": rounded(losses / torch.tensor(rows)), "hits": rounded(hits / tried.clamp(min=1)),
             "joint": rounded(joint / tried.clamp(min=1)), "grad_norm": norm if trained else None, "seconds": round(seconds, 4),
-            "tokens_per_s": round(record["tokens"] / seconds, 1), "wait_share": round(min(1.0, record["wait_share"] / seconds), 4),
+            "tokens_per_s": round(record["tokens"] / seconds, 1), "wait_share": round(min(1.0, waited / seconds), 4),
             "left_s": round(seconds * left, 1),
         }  # fmt: skip
 

@@ -112,6 +112,7 @@ class Job:
         head = head if device != "cpu" and head.dtype == torch.bfloat16 else head.float()
         self.forecast = memory.of(draft.cfg, recipe.ttt_steps, self._most_tokens(), len(head), device)
         self.forecast.require(device, say=group.main)
+        checkpoint.require_room(run / "training", draft)
         self.reader = Reader(store, head, device)
         self.draft = draft.to(device)
         self.optimizer = torch.optim.AdamW(
@@ -225,7 +226,7 @@ class Job:
         self.supervised += supervised if any(rows) else 0
         self.seen[self.step] = samples
         record = {"step": self.step, "epoch": epoch, "lr": lr, "tokens": int(self.lengths[samples].sum()), "supervised": supervised,
-                  "wait_share": fed.waited, "rows": rows, "left": self.total - self.step}
+                  "waited": fed.waited, "rows": rows, "left": self.total - self.step}
         self.window.add(record, outcome, norm)
         return bool(stops)
 

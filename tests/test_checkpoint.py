@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -96,6 +97,19 @@ def test_states_rotate(tmp_path):
     for step in (9, 10, 11, 100):
         checkpoint.save_state(tmp_path, draft, optimizer, {"step": step})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000011", "step-00000100"]
+
+
+def test_no_more_is_kept_than_was_said_before_the_first_step(tmp_path, monkeypatch):
+    draft, optimizer = stepped()
+    trained = sum(4 * p.numel() for p in draft.parameters() if p.requires_grad)
+    for step in range(1, 5):
+        checkpoint.save_state(tmp_path, draft, optimizer, {"step": step})
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) < 3 * 3 * trained + 2 * trained
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5 * trained))
+    checkpoint.require_room(tmp_path, draft)  # most of it is there already
+    with pytest.raises(Eagle3Error, match="states in .*GB are free there. Make room first"):
+        checkpoint.require_room(tmp_path / "not" / "yet", draft)
 
 
 @pytest.mark.parametrize("file", ["draft.safetensors", "optimizer.pt", "state.json"])

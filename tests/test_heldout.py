@@ -13,7 +13,7 @@ from eagle3lib.batches import Reader
 from eagle3lib.loss import simulate
 from eagle3lib.parallel import Group
 
-SAMPLES = [make_sample(150, [(60, 140)], seed=1), make_sample(40, [(3, 12), (20, 30)], seed=2), make_sample(90, [(10, 85)], seed=3),
+SAMPLES = [make_sample(150, [(60, 124)], seed=1), make_sample(90, [(3, 66), (70, 80)], seed=2), make_sample(90, [(10, 85)], seed=3),
            make_sample(20, [(4, 16)], seed=4)]
 PARTS, STEPS = [[0], [1, 2], [3]], 3
 

@@ -21,7 +21,7 @@ def test_parameters_are_counted_exactly(options):
     assert memory._parameters(draft.cfg) == sum(p.numel() for p in draft.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize(("steps", "layers"), [(1, 1), (5, 1), (3, 2)])
+@pytest.mark.parametrize(("steps", "layers"), [(1, 1), (8, 1), (3, 2)])
 def test_activations_are_an_upper_bound_and_no_absurd_one(steps, layers):
     cfg = DraftConfig(**SIZES, num_layers=layers)
     draft = Draft(cfg, torch.zeros(400, dtype=torch.int64), torch.arange(500) < 400)
@@ -40,7 +40,7 @@ def test_activations_are_an_upper_bound_and_no_absurd_one(steps, layers):
     saved = sum(n for at, n in kept.items() if at not in weights)
     assert outcome.loss is not None and saved > 0
     forecast = memory.of(cfg, steps, 400, 500, "cpu").activations - memory.of(cfg, steps, 0, 500, "cpu").activations
-    assert saved <= forecast <= 4 * saved, (saved, forecast)
+    assert saved <= forecast <= 1.7 * saved, (saved, forecast)
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers_and_a_way_out(monkeypatch, capsys):

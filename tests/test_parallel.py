@@ -21,7 +21,7 @@ from eagle3lib import checkpoint, launch, train
 from eagle3lib.batches import plan
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.parallel import Group
-from eagle3lib.store import Sample, sample_id
+from eagle3lib.store import Sample, Store, sample_id
 
 TWO = replace(RECIPE, epochs=2, batch_tokens=100, eval_steps=7)
 CHILD = """
@@ -90,6 +90,9 @@ def test_sigterm_to_the_launcher_writes_a_state_and_nothing_is_left(toy, tmp_pat
     assert process.returncode in (130, -signal.SIGINT) and state["step"] >= 3
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert [r["step"] for r in lines(run) if "lr" in r] == list(range(1, state["step"] + 1))
+    seen: list[dict] = []  # and it goes on, with another number of processes if need be
+    result = launch.run(run, Store.open(run / "store"), target, D2T, T2D, TWO, heldout={samples[0].id}, on_record=seen.append)
+    assert [r["step"] for r in seen if "lr" in r] == list(range(1, result.steps + 1))
 
 
 def test_a_dead_launcher_takes_the_processes_with_it(toy, tmp_path):
@@ -117,6 +120,20 @@ def test_an_error_in_the_processes_is_the_launchers_own(toy, tmp_path):
         launch.run(run, store, target, D2T, T2D, TWO, processes=2)
     assert time.monotonic() - start < 60
     assert checkpoint.last_state(run / "training") is None  # nothing that is not finite was kept
+
+
+def test_an_error_in_one_process_ends_all(toy, tmp_path):
+    """A damaged sample is read by one process only; the others must not wait for it for ever."""
+    target, samples = toy
+    run, store = make_run(tmp_path, samples)
+    shard = next((run / "store").glob("shard-*"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 255
+    shard.write_bytes(data)
+    start = time.monotonic()
+    with pytest.raises(Eagle3Error, match="checksum"):
+        launch.run(run, store, target, D2T, T2D, TWO, processes=2)
+    assert time.monotonic() - start < 90
 
 
 def test_impossible_numbers_of_processes_are_refused(toy, tmp_path):

@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drafts import successor_samples, successor_target
+from test_draftcheck import fitting_draft
 from test_train import D2T, RECIPE, T2D, VOCAB, lines, make_run, weights
 
-from eagle3lib import checkpoint, export, steplog, targets, warmstart
+from eagle3lib import checkpoint, export, initial, steplog, targets, warmstart
 from eagle3lib.draftcheck import check_draft
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.recipe import Recipe, schedule
@@ -66,6 +68,19 @@ def test_every_shape_trains_resumes_and_is_exported(toy, tmp_path, shape):
     assert found.difference <= 1e-5 * max(1.0, found.scale) and found.unread == []
 
 
+def test_what_sglang_will_not_serve_is_said_before_the_hours_are_spent(toy, tmp_path, capsys):
+    target, samples = toy
+    run, store = make_run(tmp_path / "run", samples)
+    result = train(run, store, target, D2T, T2D, SHORT, shape={"train_embeddings": True})
+    assert "will not be exported for SGLang: it has trained embeddings" in capsys.readouterr().out
+    draft = checkpoint.load(result.draft)
+    assert not torch.equal(draft.embed_tokens.weight, targets.head_weights(target)[1])  # they were trained, and kept
+    with pytest.raises(Eagle3Error, match="trained embeddings"):
+        export.export(draft, tmp_path / "sglang")
+    folder = export.export(draft, tmp_path / "vllm", dtype="float32", layout="vllm")
+    assert torch.equal(warmstart.read(folder, target).embed_tokens.weight, draft.embed_tokens.weight)
+
+
 @pytest.mark.parametrize("distance", ["kl", "lk"])
 def test_other_objectives_train(toy, tmp_path, distance):
     target, samples = toy
@@ -86,6 +101,17 @@ def test_a_warm_start_begins_where_the_draft_was(toy, tmp_path, layout):
     assert again.heldout.length == pytest.approx(trained.heldout.length, abs=0.05) and trained.heldout.length > 1.3
     old, new = checkpoint.load(trained.draft).exported(), checkpoint.load(again.draft).exported()
     assert all(torch.allclose(old[n].float(), new[n].float(), atol=1e-5) for n in old)
+
+
+def test_a_warm_start_takes_the_scale_of_the_states_out_of_the_weights(toy, tmp_path):
+    """Training works on scaled states; the draft that was read must compute the same as before all the same."""
+    target, samples = toy
+    folder = export.export(fitting_draft(target), tmp_path / "draft", dtype="float32")
+    ids = warmstart.read(folder, target)
+    _, store = make_run(tmp_path / "run", [replace(s, hidden=s.hidden * 16) for s in samples])
+    draft, whence = initial.start(store, target, ids.d2t, ids.t2d, 0, {}, folder, np.arange(4))
+    assert (draft.feature_scale > 4).all() and whence["start_from"]
+    assert all(torch.equal(t, ids.exported()[n]) for n, t in draft.exported().items())
 
 
 def test_a_warm_start_that_does_not_fit_is_refused(toy, tmp_path):
@@ -122,6 +148,24 @@ def test_a_store_of_a_target_with_other_weights_is_refused(toy, tmp_path):
                 train(run, store, target, D2T, T2D, SHORT)
         else:
             train(run, store, target, D2T, T2D, SHORT)
+
+
+def test_a_runs_draft_is_exported_for_either_engine_from_the_command_line(toy, tmp_path, capsys):
+    from eagle3lib.cli import main
+
+    target, samples = toy
+    run, store = make_run(tmp_path / "run", samples)
+    train(run, store, target, D2T, T2D, SHORT, heldout={samples[0].id})
+    (run / "metrics.json").write_text('{"train.acceptance_length_heldout": 1.25}')
+    assert main(["export", str(run), "--layout", "vllm"]) == 0
+    folder = run / "draft-vllm"
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "config.json", "model.safetensors", "training.png"]
+    card = (folder / "README.md").read_text()
+    for text in ("| train.acceptance_length_heldout | 1.25 |", "![training](training.png)", "vllm serve", "- target: `toy`"):
+        assert text in card
+    assert "0 errors" in capsys.readouterr().out
+    assert main(["export", str(run), "--out", str(tmp_path / "sglang"), "--dtype", "float32"]) == 0
+    assert warmstart.read(tmp_path / "sglang", target).cfg == checkpoint.load(run / "checkpoint").cfg
 
 
 # What is said while it runs --------------------------------------------------------------------------------------------

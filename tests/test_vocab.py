@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import byte_tokenizer
 
 from eagle3lib.errors import ParamError
-from eagle3lib.vocab import count_supervised, coverage_curve, draft_vocab
+from eagle3lib.vocab import count_supervised, coverage_curve, draft_vocab, of_draft, reply_tokens
 
 
 @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=40), data=st.data())
@@ -41,6 +42,23 @@ def test_offsets_are_offsets_and_not_ids() -> None:
 def test_impossible_vocabularies(size: int, forced: list[int], message: str) -> None:
     with pytest.raises(ParamError, match=message):
         draft_vocab([1] * 5, size, forced)
+
+
+def test_special_tokens_of_replies_are_forced_in_and_those_never_seen_are_not() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<unused>"]})
+    think, end, unused = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<unused>"])
+    counts = np.zeros(320, dtype=np.int64)
+    counts[[think, end, 70]], counts[100:150] = 1, 9
+    forced = reply_tokens(tokenizer, counts, [2])
+    assert set(forced) == {2, think, end} and unused not in forced
+    assert {2, think, end} <= set(draft_vocab(counts, 10, forced).ids.tolist())
+
+
+def test_the_vocabulary_of_a_draft_is_taken_over_with_what_it_covers() -> None:
+    chosen = draft_vocab([5, 0, 3, 2], 2)
+    again = of_draft(chosen.d2t, chosen.t2d, [1, 1, 1, 1])
+    assert torch.equal(again.ids, chosen.ids) and again.coverage == 0.5
 
 
 def test_coverage_curve_rises_to_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def test_the_draft_read_computes_what_the_folder_holds(tiny, tmp_path, layout, s
         draft.embed_tokens.weight.data.copy_(targets.head_weights(tiny)[1])
     folder = export.export(draft, tmp_path / "draft", dtype="float32", layout=layout)
     read = warmstart.read(folder, tiny)
+    assert read.cfg.aux_layers == draft.cfg.aux_layers and replace(read.cfg, train_embeddings=False) == replace(draft.cfg, train_embeddings=False)
     for name, tensor in draft.exported().items():
         assert torch.equal(tensor, read.exported()[name]), name
     assert torch.equal(read.embed_tokens.weight, draft.embed_tokens.weight)
