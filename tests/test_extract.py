@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from fake_engine import FakeEngine, RestartingEngine, fake_target, make_rows, states
 
 from eagle3lib import capture, extract, quarantine
+from eagle3lib import plan as planning
 from eagle3lib.arrivals import ENOUGH, Norms
 from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error
@@ -220,6 +222,18 @@ def test_the_forecast_is_within_a_per_cent_of_what_is_written(tmp_path: Path, ta
     checks = Checks()
     extract.check(checks, rows, store, forecast)
     assert not checks.failed, checks.table()
+
+
+def test_an_extraction_that_goes_on_needs_no_room_for_what_is_there(tmp_path: Path, target: Path) -> None:
+    rows = make_rows(400, 400, seed=3)
+    folder = target.parent / "store"
+    first = extract.plan(as_columns(rows), target, folder, dtype="bfloat16", shard_mb=1)
+    go(FakeEngine(tmp_path / "shm"), target, rows)
+    again = extract.plan(as_columns(rows), target, folder, dtype="bfloat16", shard_mb=1)
+    used = sum(f.stat().st_blocks * 512 for f in folder.iterdir())
+    assert used > 5e6 and again.disk_free - shutil.disk_usage(folder).free > 0
+    assert planning.written(folder) == used and planning.written(tmp_path / "none") == 0
+    assert again.bytes == first.bytes and again.fits
 
 
 def test_fp8_halves_the_disk_and_stays_close(tmp_path: Path, target: Path) -> None:
