@@ -199,3 +199,26 @@ def test_two_extractions_at_once_are_refused_and_a_killed_one_holds_nothing(tmp_
         extraction(tmp_path)
     kill_at(child, 0)
     assert_same(extraction(tmp_path), whole)
+
+
+@pytest.mark.parametrize("room", [0, 500, 1500, 20_000, 30_000, 47_000])
+def test_a_disk_that_fills_up_in_the_middle_of_a_shard_stops_the_stage_and_loses_nothing(
+        tmp_path: Path, whole: Store, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """After `room` bytes the disk takes half of what is written, and then nothing."""
+    left = [room]
+
+    def limited(file: Any, data: Any) -> None:
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        taken = min(len(view), left[0])
+        file.write(view[:taken])
+        left[0] -= taken
+        if taken < len(view):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("eagle3lib.shards.write_all", limited)
+    with pytest.raises(Eagle3Error, match=r"cannot write.*No space left.*GB are free there"):
+        extraction(tmp_path)
+    assert checksums(Store.open(tmp_path / "store")).items() <= checksums(whole).items()
+    assert not list((tmp_path / "store").glob("*.tmp"))  # what could not be finished takes no room either
+    monkeypatch.undo()
+    assert_same(extraction(tmp_path), whole)
