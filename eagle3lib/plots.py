@@ -156,7 +156,7 @@ def cosines(by_pair: Mapping[str, Sequence[float]]) -> None:
     fig, (ax,) = figure(height=2.8)
     bins = np.linspace(-0.25, 1, 51)
     for n, (pair, values) in enumerate(by_pair.items()):
-        ax.hist(np.clip(values, -0.25, 1), bins, histtype="step", color=CYCLE[n], linewidth=1.8, linestyle=("-", "--", "-.")[n % 3],
+        ax.hist(np.clip(values, -0.25, 1), bins.tolist(), histtype="step", color=CYCLE[n], linewidth=1.8, linestyle=("-", "--", "-.")[n % 3],
                 density=True, label=f"{pair}: median {np.median(values):.2f}")
     closest = max(by_pair, key=lambda pair: np.median(by_pair[pair]))
     text = f"The streams differ: the closest, {closest}, have a median cosine of {np.median(by_pair[closest]):.2f}"
