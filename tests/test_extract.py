@@ -100,10 +100,11 @@ def test_a_bad_dump_is_asked_for_again_alone(tmp_path: Path, target: Path, kind:
     """Once wrong: repeated. Always wrong: quarantined with its reason, the others stored."""
     fault, reason = FAULTS[kind]
     engine = FakeEngine(tmp_path / "shm")
-    engine.faults[120] = fault
+    engine.faults |= {120: fault, 121: fault}  # neighbours in a batch
     result = go(engine, target)
     assert_right(target)
-    assert result.retried == 1 and len(engine.alone) >= 1 and engine.asked == len(ROWS) + 1
+    assert result.retried == 2 and engine.asked == len(ROWS) + 2
+    assert sum(rid.endswith("-1") for rid in engine.alone) == 2  # the second attempt, each by itself
 
 
 @pytest.mark.parametrize("kind", FAULTS)
