@@ -112,14 +112,15 @@ class Client:
         A hundred short prompts cost the server's front end little more than one. Refused as a whole when one of them is."""
         for ids, rid in zip(prompts, rids, strict=True):
             self.require_valid(ids, f"request {rid}")
-        answers = self.post(prompts, rids, {"temperature": 0, "max_new_tokens": 1})
+        answers = self.post(prompts, rids, {"temperature": 0, "max_new_tokens": 1}, STALL_S)
         if isinstance(answers, dict):
             return [Reply([], "refused", len(ids), 0, rid, answers["error"]) for ids, rid in zip(prompts, answers["rid"], strict=True)]
         if len(answers) != len(prompts):
             raise Eagle3Error(f"engine: {len(answers)} answers to {len(prompts)} prompts in one request (first {rids[0]}). See the engine log.")
         return [self._reply(answer, ids) for answer, ids in zip(answers, prompts, strict=True)]
 
-    def post(self, ids: list[Any], rid: str | list[str], params: dict[str, Any], **more: Any) -> Any:
+    def post(self, ids: list[Any], rid: str | list[str], params: dict[str, Any], timeout_s: float = REQUEST_TIMEOUT_S,
+             **more: Any) -> Any:
         """The server's answer as it came, or {"error": why, "rid": ...} when it refuses this very prompt (HTTP 400).
 
         ids, rid: one prompt and its request id, or a list of each; then the answer is a list."""
@@ -127,7 +128,7 @@ class Client:
             again = f"-retry{attempt}" if attempt else ""
             name = rid + again if isinstance(rid, str) else [one + again for one in rid]
             try:
-                response = self._session().post(f"{self.url}/generate", timeout=REQUEST_TIMEOUT_S,
+                response = self._session().post(f"{self.url}/generate", timeout=timeout_s,
                                                 json={"input_ids": ids, "rid": name, "sampling_params": params, **more})
                 if response.status_code == 200:
                     return response.json()

@@ -60,6 +60,7 @@ def keep_or_write(path: Path, manifest: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True))
         fsync(temporary)
         os.replace(temporary, file)
+        fsync(path)
         return
     if differences := compare(read_manifest(path), manifest):
         raise Eagle3Error(f"store {path} was made by another configuration; hidden states are never mixed. Use another run folder or delete it.\n"

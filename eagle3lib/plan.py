@@ -33,7 +33,7 @@ class Forecast:
     states_bytes: int  # of it, hidden states as captured
     store_dtype: str
     shm_bytes: int  # at most at once in shared memory
-    disk_free: int
+    disk_free: int  # what this store has taken already counts as free
     shm_free: int
     tokens_per_s: float = 0.0  # 0: not known yet
 
@@ -109,7 +109,12 @@ def forecast(manifest: dict[str, Any], *, samples: int, tokens: int, shard_mb: i
     return Forecast(samples=samples, tokens=tokens, bytes=whole, files=files + 3, bytes_per_token=stored.row_bytes,
                     states_bytes=tokens * captured.hidden_bytes, store_dtype=manifest["store_dtype"],
                     shm_bytes=min(tokens, tokens_in_flight) * captured.hidden_bytes,
-                    disk_free=shutil.disk_usage(existing(store)).free, shm_free=shutil.disk_usage(existing(shm)).free)
+                    disk_free=shutil.disk_usage(existing(store)).free + written(store), shm_free=shutil.disk_usage(existing(shm)).free)
+
+
+def written(store: Path) -> int:
+    """Bytes of the dump that are there already: an extraction that goes on needs no room for them."""
+    return sum(f.stat().st_blocks * 512 for f in store.iterdir() if f.is_file()) if store.is_dir() else 0
 
 
 def existing(path: Path) -> Path:

@@ -117,6 +117,9 @@ def throughput(course: Sequence[tuple[float, int, float]], foretold: float) -> N
 
 def parity(errors: Mapping[str, Mapping[int, float]]) -> None:
     """errors[stream][k]: median per-token relative error of a dumped stream against float32 r_k, for neighbouring k."""
+    if not errors:
+        print("No stream was compared with float32 (parity_rows 0).")
+        return
     fig, (ax,) = figure()
     worst = max(min(errors[s].values()) for s in errors)
     for n, (stream, by_layer) in enumerate(errors.items()):
@@ -146,6 +149,21 @@ def norm_profile(norms: Mapping[str, Sequence[float]]) -> None:
     ax.set(xlabel="position in the row [token]", ylabel="median norm", yscale="log")
     ax.legend(ncols=4)
     show(fig, f"Median norm of each stream by position. {text}.")
+
+
+def cosines(by_pair: Mapping[str, Sequence[float]]) -> None:
+    """Cosine between neighbouring captured streams at the same token: how far the layers between them turn the stream."""
+    fig, (ax,) = figure(height=2.8)
+    bins = np.linspace(-0.25, 1, 51)
+    for n, (pair, values) in enumerate(by_pair.items()):
+        ax.hist(np.clip(values, -0.25, 1), bins.tolist(), histtype="step", color=CYCLE[n], linewidth=1.8, linestyle=("-", "--", "-.")[n % 3],
+                density=True, label=f"{pair}: median {np.median(values):.2f}")
+    closest = max(by_pair, key=lambda pair: np.median(by_pair[pair]))
+    text = f"The streams differ: the closest, {closest}, have a median cosine of {np.median(by_pair[closest]):.2f}"
+    title(ax, text)
+    ax.set(xlabel="cosine between two streams at one token", ylabel="density of tokens")
+    ax.legend(loc="upper left")
+    show(fig, f"Cosines between neighbouring captured streams. {text}.")
 
 
 # evaluate ----------------------------------------------------------------------------------------------------------

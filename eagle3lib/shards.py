@@ -171,27 +171,27 @@ def read_all(descriptor: int, out: Any, offset: int) -> None:
 
 
 def crcs(records: np.ndarray) -> np.ndarray:
-    """CRC-32 of every record but its last four bytes: uint32 [N]. A million in 0.2 s; one at a time takes longer than a store may need."""
+    """CRC-32 of every record but its last four bytes: uint32 [N]. All records step by step together, two bytes a step: a million in
+    0.1 s, where zlib would be called a million times."""
     found = np.empty(len(records), np.uint32)
-    for start in range(0, len(records), 1 << 15):
-        columns = np.ascontiguousarray(records[start : start + (1 << 15)]).view(np.uint8).reshape(-1, RECORD.itemsize)[:, :-4].T
-        crc = np.full(columns.shape[1], 0xFFFFFFFF, np.uint32)
-        for column in np.ascontiguousarray(columns):
-            crc = _CRC_TABLE[(crc ^ column) & 255] ^ (crc >> 8)
+    for start in range(0, len(records), 1 << 14):  # what fits into the cache
+        words = np.ascontiguousarray(records[start : start + (1 << 14)]).view("<u2").reshape(-1, RECORD.itemsize // 2)
+        crc = np.full(len(words), 0xFFFFFFFF, np.uint32)
+        for column in np.ascontiguousarray(words[:, :-2].T):
+            crc = _CRC_TABLE[(crc ^ column) & 0xFFFF] ^ (crc >> 16)
         found[start : start + len(crc)] = ~crc
     return found
 
 
 def _crc_table() -> np.ndarray:
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
+    """What 16 zero bits behind each value of the low 16 bits make of it; 0xEDB88320 is zlib's polynomial."""
+    table = np.arange(1 << 16, dtype=np.uint32)
+    for _ in range(16):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(0xEDB88320), table >> 1)
     return table
 
 
 _CRC_TABLE = _crc_table()
-
-
 _RECORD = struct.Struct("<16sIIIQQ")  # a RECORD without its crc
 
 
@@ -224,11 +224,14 @@ def good_records(records: np.ndarray) -> np.ndarray:
 
 def append_records(path: Path, records: bytes) -> None:
     """Durable when this returns; when it raises, the index is as it was: half a record would shift all that follow."""
+    new = not path.exists()
     with path.open("ab", buffering=0) as index:
         before = os.fstat(index.fileno()).st_size
         try:
             write_all(index, records)
             os.fsync(index.fileno())
+            if new:
+                fsync(path.parent)
         except OSError:
             os.ftruncate(index.fileno(), before)
             raise

@@ -19,7 +19,7 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,17 +244,28 @@ class Store:
 
     def read_parts(self, i: int) -> dict[str, np.ndarray]:
         """The bytes of sample i as they lie on the disk, by part, their checksums proved."""
-        record = self.index[i]
-        rows, sizes = int(record["rows"]), layout(self.manifest)
-        parts = {name: np.empty(rows * each, np.uint8) for name, (_, _, each) in sizes.parts(rows).items()}
+        parts = self._bytes(i, layout(self.manifest).parts(0))
+        if _hidden_sum(parts) != self.index[i]["hidden_xxh"] or _tokens_sum(parts) != self.index[i]["tokens_xxh"]:
+            raise self._damaged(self.index[i], "its bytes differ from the checksum taken when it was written")
+        return parts
+
+    def read_tokens(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids int32 [T], loss_mask bool [T]) of sample i, their checksum proved, without reading its hidden states."""
+        parts = self._bytes(i, ("input_ids", "loss_mask"))
+        if _tokens_sum(parts) != self.index[i]["tokens_xxh"]:
+            raise self._damaged(self.index[i], "its token ids or mask differ from the checksum taken when they were written")
+        return np.frombuffer(parts["input_ids"], "<i4"), np.frombuffer(parts["loss_mask"], bool)
+
+    def _bytes(self, i: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+        record, sizes = self.index[i], layout(self.manifest).parts(0)
+        rows = int(record["rows"])
+        parts = {name: np.empty(rows * sizes[name][2], np.uint8) for name in names}
         try:
             shard = self._shard(int(record["shard"]))
             for name, out in parts.items():
                 shard.read(name, int(record["row"]), rows, out)
         except (OSError, ValueError) as error:
             raise self._damaged(record, str(error)) from None
-        if _hidden_sum(parts) != record["hidden_xxh"] or _tokens_sum(parts) != record["tokens_xxh"]:
-            raise self._damaged(record, "its bytes differ from the checksum taken when it was written")
         return parts
 
     def __iter__(self) -> Iterator[Sample]:

@@ -31,10 +31,10 @@ def hidden_states(model: torch.nn.Module, ids: list[int], layers: list[int] = LA
     return torch.stack([states[k][0] for k in (*layers, -1)], dim=1)
 
 
-def write_dump(run: Path, target: Path, rows: list[dict], model: torch.nn.Module, spoil=None, store_rows=None) -> Store:
+def write_dump(run: Path, target: Path, rows: list[dict], model: torch.nn.Module, spoil=None, store_rows=None, store_dtype="") -> Store:
     """A run folder as 02_extract leaves it. `spoil(hidden, row) -> hidden` injects a fault before the bf16 rounding."""
     fingerprint = {"engine": "none", "target": targets.fingerprint(target)}
-    manifest = make_manifest(fingerprint, LAYERS, model.config.hidden_size, "bfloat16")
+    manifest = make_manifest(fingerprint, LAYERS, model.config.hidden_size, "bfloat16", store_dtype)
     with Store.create(run / "store", manifest, 2**16) as writer:
         for row in rows if store_rows is None else store_rows:
             hidden = hidden_states(model, row["input_ids"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from fake_engine import FakeEngine, RestartingEngine, fake_target, make_rows, states
 
 from eagle3lib import capture, extract, quarantine
+from eagle3lib import plan as planning
 from eagle3lib.arrivals import ENOUGH, Norms
 from eagle3lib.checks import Checks
+from eagle3lib.client import Reply
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.store import FP8, Store
 from eagle3lib.work import Work
@@ -97,10 +100,11 @@ def test_a_bad_dump_is_asked_for_again_alone(tmp_path: Path, target: Path, kind:
     """Once wrong: repeated. Always wrong: quarantined with its reason, the others stored."""
     fault, reason = FAULTS[kind]
     engine = FakeEngine(tmp_path / "shm")
-    engine.faults[120] = fault
+    engine.faults |= {120: fault, 121: fault}  # neighbours in a batch
     result = go(engine, target)
     assert_right(target)
-    assert result.retried == 1 and len(engine.alone) >= 1 and engine.asked == len(ROWS) + 1
+    assert result.retried == 2 and engine.asked == len(ROWS) + 2
+    assert sum(rid.endswith("-1") for rid in engine.alone) == 2  # the second attempt, each by itself
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -133,8 +137,7 @@ def fault_or(engine: FakeEngine, fault: Any, ids: list[int], rid: str, victim: d
     return extract_reply(ids, rid)
 
 
-def extract_reply(ids: list[int], rid: str) -> Any:
-    from eagle3lib.client import Reply
+def extract_reply(ids: list[int], rid: str) -> Reply:
     return Reply([1], "length", len(ids), 0, rid)
 
 
@@ -161,6 +164,44 @@ def test_a_dump_that_is_never_right_stops_at_the_first_row(tmp_path: Path, targe
     with pytest.raises(Eagle3Error, match="0 is the limit"):
         go(engine, target, quarantine_share=0.5)
     assert engine.asked < 2 * len(ROWS) + 20
+
+
+def test_a_prompt_that_the_engine_refuses_does_not_take_its_neighbours_along(tmp_path: Path, target: Path) -> None:
+    """SGLang refuses a request of many prompts as a whole when one of them is too long."""
+    engine, poison = FakeEngine(tmp_path / "shm"), ROWS[17]
+    answer = engine.client.prefill
+
+    def prefill(prompts: list[list[int]], rids: list[str]) -> list[Reply]:
+        if poison["input_ids"] in prompts:
+            return [Reply([], "refused", len(ids), 0, rid, "longer than the context") for ids, rid in zip(prompts, rids, strict=True)]
+        return answer(prompts, rids)
+
+    engine.client.prefill = prefill
+    result = go(engine, target)
+    assert_right(target, [row for row in ROWS if row is not poison])
+    assert [entry["sample_id"] for entry in result.quarantined] == [poison["sample_id"]]
+    assert "longer than the context" in result.quarantined[0]["reasons"][0]
+
+
+def test_an_interrupt_stops_soon_and_keeps_what_is_there(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, aborted, look = FakeEngine(tmp_path / "shm", seconds_a_batch=0.05), [], extract._Run._look
+
+    def interrupted(run: Any, began: float, bar: Any) -> None:
+        look(run, began, bar)
+        if run.result.samples and not aborted:
+            raise KeyboardInterrupt
+
+    engine.client.abort_all = lambda: aborted.append(True)
+    monkeypatch.setattr(extract._Run, "_look", interrupted)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        go(engine, target)
+    assert aborted and time.monotonic() - begun < 5
+    kept = len(Store.open(target.parent / "store"))
+    assert 0 < kept < len(ROWS) and not list(engine.dump_dir.iterdir())
+    monkeypatch.undo()
+    go(FakeEngine(tmp_path / "b"), target)
+    assert_right(target)
 
 
 # ---- several engines, and their deaths ----
@@ -220,6 +261,18 @@ def test_the_forecast_is_within_a_per_cent_of_what_is_written(tmp_path: Path, ta
     checks = Checks()
     extract.check(checks, rows, store, forecast)
     assert not checks.failed, checks.table()
+
+
+def test_an_extraction_that_goes_on_needs_no_room_for_what_is_there(tmp_path: Path, target: Path) -> None:
+    rows = make_rows(400, 400, seed=3)
+    folder = target.parent / "store"
+    first = extract.plan(as_columns(rows), target, folder, dtype="bfloat16", shard_mb=1)
+    go(FakeEngine(tmp_path / "shm"), target, rows)
+    again = extract.plan(as_columns(rows), target, folder, dtype="bfloat16", shard_mb=1)
+    used = sum(f.stat().st_blocks * 512 for f in folder.iterdir())
+    assert used > 5e6 and again.disk_free > used
+    assert planning.written(folder) == used and planning.written(tmp_path / "none") == 0
+    assert again.bytes == first.bytes and again.fits
 
 
 def test_fp8_halves_the_disk_and_stays_close(tmp_path: Path, target: Path) -> None:

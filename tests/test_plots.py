@@ -33,6 +33,7 @@ def shown(monkeypatch):
     lambda: plots.dump_sizes([1e6, 2e6], 3_000_000, 3_000_100),
     lambda: plots.throughput([(0.0, 100, 0.1)], 0.0),
     lambda: plots.parity({"r_2": {1: 0.5, 2: 0.01, 3: 0.4}, "last": {7: 0.9, 8: 0.02}}),
+    lambda: plots.cosines({"r_2 and r_4": [0.1, 0.5], "r_4 and last": [0.9, 0.95]}),
     lambda: plots.norm_profile({"r_2": [100.0, 1.0, 1.1, 1.0], "last": [1.0, 1.0, 1.0, 1.0]}),
     lambda: plots.acceptance_bars(BARS, 5),
     lambda: plots.survival({"a": [0.2, 0.1], "b": [0.0, 0.0]}, {"a": ([0.1, 0.0], [0.3, 0.2]), "b": ([0.0, 0.0], [0.0, 0.0])}),

@@ -6,11 +6,11 @@ import pytest
 import torch
 from dumps import LAYERS, as_dataset, greedy_rows, hidden_states, write_dump
 
-from eagle3lib import targets, verify
+from eagle3lib import quarantine, targets, verify
 from eagle3lib.checks import Checks
 from eagle3lib.errors import CheckFailed, Eagle3Error
 from eagle3lib.runs import read_json
-from eagle3lib.store import Store
+from eagle3lib.store import FP8, Store, sample_id
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,48 @@ def test_the_rounding_of_another_batch_is_no_false_alarm(tmp_path, tiny, model, 
         return hidden + 0.015 * hidden.norm(dim=-1, keepdim=True) * noise / noise.norm(dim=-1, keepdim=True)
 
     checks = run_checks(tmp_path, tiny, rows, write_dump(tmp_path, tiny, rows, model, spoil))
+    assert not checks.failed, checks.table()
+
+
+def test_an_fp8_dump_passes_with_the_limits_named_for_it(tmp_path, tiny, model, rows):
+    checks = run_checks(tmp_path, tiny, rows, write_dump(tmp_path, tiny, rows, model, store_dtype=FP8))
+    assert not checks.failed, checks.table()
+    limits = {c.name: c.limit for c in checks}
+    assert limits["log-probabilities, median"] == verify.LOGPROB_MEDIAN[FP8] and limits["parity last"].startswith("0.08")
+
+
+@pytest.mark.parametrize(("fault", "by", "caught"), [(None, 0, set()), ("layer", 1, {"parity r_2"}), ("layer", -1, {"parity r_2"})])
+def test_a_target_too_big_for_this_machine_is_compared_in_its_first_layers(tmp_path, tiny, model, rows, fault, by, caught, capsys):
+    """300 kB for weights of 1.4 MB: the embeddings are held, the layers are read from the checkpoint when they compute."""
+    store = write_dump(tmp_path, tiny, rows, model, shift_layer(model, by) if fault else None)
+    checks = Checks()
+    errors = verify.check_parity(checks, store, tiny, rows=2, free=600_000)
+    assert {c.name for c in checks.failed} == caught and [c.name for c in checks] == ["parity r_2"]
+    assert set(errors["r_2"]) == {1, 2, 3}
+    assert "the first 4 of 8 layers" in capsys.readouterr().out
+
+
+def test_without_parity_rows_it_is_said_that_nothing_was_compared(tmp_path, tiny, model, rows):
+    checks = Checks()
+    assert verify.check_parity(checks, write_dump(tmp_path, tiny, rows, model), tiny, rows=0) == {}
+    assert "not asked for" in str(checks.table())
+
+
+def test_rows_in_quarantine_are_missing_by_intent_up_to_a_share(tmp_path, tiny, model, rows):
+    store = write_dump(tmp_path, tiny, rows, model, store_rows=rows[:-1])
+    quarantine.add(store.path, {"sample_id": rows[-1]["sample_id"], "tokens": 5, "reasons": ["NaN"]})
+    for share, failed in ((0.1, set()), (0.05, {"rows in quarantine"})):
+        checks = Checks()
+        verify.check_rows(checks, as_dataset(rows), store, share)
+        assert {c.name for c in checks.failed} == failed, checks.table()
+
+
+def test_rows_that_differ_in_their_mask_only_may_share_their_states(tmp_path, tiny, model, rows):
+    mask = [not m for m in rows[0]["loss_mask"]]
+    twin = dict(rows[0], loss_mask=mask, sample_id=sample_id(rows[0]["input_ids"], mask))
+    store = write_dump(tmp_path, tiny, [*rows, twin], model)
+    checks = Checks()
+    verify.check_rows(checks, as_dataset([*rows, twin]), store)
     assert not checks.failed, checks.table()
 
 
@@ -93,6 +135,31 @@ def repeat_row(_model, _by):
     return spoil
 
 
+def repeat_far(_model, _by):
+    def spoil(hidden, row):
+        hidden = hidden.clone()
+        hidden[20, 3] = hidden[3, 3]
+        return hidden
+    return spoil
+
+
+def faint_row(_model, _by):
+    def spoil(hidden, row):
+        hidden = hidden.clone()
+        hidden[9, 2] *= 1e-5
+        return hidden
+    return spoil
+
+
+def one_layer_twice(_model, _by):
+    return lambda hidden, row: hidden[:, [0, 1, 1, 3]]
+
+
+def one_request_for_all(model, _by):
+    kept = {}
+    return lambda hidden, row: kept.setdefault("states", hidden)
+
+
 def not_finite(_model, _by):
     def spoil(hidden, row):
         hidden = hidden.clone()
@@ -112,6 +179,11 @@ def not_finite(_model, _by):
     (shift_rows, 0, "greedy agreement"),
     (zero_row, 0, "rows that vary"),
     (repeat_row, 0, "no row repeats"),
+    (repeat_far, 0, "no row repeats"),
+    (faint_row, 0, "no row is near zero"),
+    (one_layer_twice, 0, "streams differ"),
+    (one_layer_twice, 0, "parity r_5"),
+    (one_request_for_all, 0, "states of their own"),
     (not_finite, 0, "finite"),
 ])
 def test_each_kind_of_wrong_state_is_caught(tmp_path, tiny, model, rows, fault, by, caught):
