@@ -152,6 +152,7 @@ class Engine:
                               f"{old['port']}. Stop it (engine.stop(), or end the notebook that started it), or take another run folder.")
         preflight.clean_leftover(settings.run_dir)
         preflight.require_port_free(self.port)
+        preflight.require_device_memory(settings.target, settings.device, settings.tp_size)
         if self.dump_dir:
             needed = dump_bytes(settings, self.hidden_size)
             preflight.require_room(self.dump_dir, needed, "engine dump folder", "That is what is under way at most; free some, "
@@ -197,9 +198,10 @@ class Engine:
 
     def _record(self, state: str) -> None:
         """engine.json: what of ours is running, so that a later run can find and clean it."""
-        processes = [{"pid": p.pid, "created": p.create_time()} for p in self._processes if p.is_running()]
+        processes = [_identity(p) for p in self._processes if p.is_running()]
         write_json(self.settings.run_dir / "engine.json", {
-            "state": state, "nonce": self.nonce, "port": self.port, "pid": self.pid, "process_group": self.pid, "processes": processes,
+            "state": state, "owner": _identity(psutil.Process()),
+            "nonce": self.nonce, "port": self.port, "pid": self.pid, "process_group": self.pid, "processes": processes,
             "command": self.settings.command, "log": str(self.log_path), "dump_dir": self.dump_dir and str(self.dump_dir),
             "scratch": self._scratch and str(self._scratch), "seconds": self.seconds, "restarts": self.restarts,
             "checks": self.checks.records})
@@ -369,6 +371,10 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _identity(process: psutil.Process) -> dict[str, Any]:
+    return {"pid": process.pid, "created": process.create_time()}
 
 
 def _alive(process: psutil.Process) -> bool:
