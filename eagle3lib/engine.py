@@ -310,7 +310,7 @@ class Engine:
         self._folder()
         return capture.dump_rid(self.nonce, name)
 
-    def read_dump(self, rid: str, input_ids: list[int], timeout_s: float = capture.WAIT_S) -> torch.Tensor:
+    def read_dump(self, rid: str, input_ids: list[int], timeout_s: float | None = None) -> torch.Tensor:
         """Hidden states [T, A+1, H] of a dumped request, checked (see capture.read_dump), in the engine's dtype."""
         return capture.read_dump(self._folder(), rid, input_ids, self.handshake, timeout_s=timeout_s, look=self.require_alive)
 

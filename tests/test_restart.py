@@ -76,7 +76,7 @@ def test_a_server_that_dies_again_and_again_ends_the_work_at_the_limit(tiny: Pat
 def test_an_extraction_survives_a_death_and_stores_each_row_once(tiny: Path, tmp_path: Path, witness: Witness) -> None:
     rows = [{"sample_id": sample_id(row, [True] * len(row)), "input_ids": row, "loss_mask": [True] * len(row)} for row in ROWS]
     with start(tiny, tmp_path, "dies once") as engine:
-        result = extract.extract(engine, rows, tmp_path / "store", tiny, shard_mb=1, concurrency=3)
+        result = extract.extract(engine, rows, tmp_path / "store", tiny, shard_mb=1, tokens_in_flight=100)
         assert len(engine.restarts) == 1
     store = Store.open(tmp_path / "store")
     assert result.samples == len(store) == len(set(store.ids)) == len(ROWS)
