@@ -65,6 +65,7 @@ class Engine:
         self.hidden_size, self.vocab_size = int(config.hidden_size), int(config.vocab_size)
         self.log_path = settings.run_dir / "engine.log"
         self.start_timeout_s, self.max_restarts, self.restarts = start_timeout_s, max_restarts, list[str]()
+        self._nonces: list[str] = []  # of this server and of those before it
         self._port_wanted, self.generation, self._looking = settings.port, 0, threading.Lock()
         self._begin(settings)
 
@@ -72,6 +73,7 @@ class Engine:
         """Become a new server, not started yet: a nonce, a port and a dump folder of its own."""
         nonce, port = secrets.token_hex(8), self._port_wanted or preflight.free_port()
         self.settings = settings = replace(settings, nonce=nonce, port=port)
+        self._nonces.append(nonce)
         self.nonce, self.port, self.url = nonce, port, f"http://127.0.0.1:{port}"
         self.dump_dir = preflight.dump_base() / nonce if settings.capture_layers is not None else None
         self.generation += 1
@@ -271,11 +273,11 @@ class Engine:
         params: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         if stop_token_ids:
             params["stop_token_ids"] = list(stop_token_ids)
-        asked, replies = self.nonce, dict[int, Reply]()
+        replies = dict[int, Reply]()
 
         def remaining() -> None:
             todo = [i for i in range(len(input_ids)) if i not in replies]
-            now = [names[i].replace(asked, self.nonce, 1) for i in todo]  # after a restart the nonce is another one
+            now = [self._current(names[i]) for i in todo]
 
             def arrived(n: int, reply: Reply) -> None:
                 if on_result:
@@ -286,6 +288,11 @@ class Engine:
 
         self._surviving(remaining)
         return [replies[i] for i in range(len(input_ids))]
+
+    def _current(self, rid: str) -> str:
+        """The request id under which the server that is there now dumps what an earlier one was asked for."""
+        head, _, name = rid.partition("-")
+        return f"{self.nonce}-{name}" if head in self._nonces else rid
 
     def _surviving(self, work: Callable[[], Result]) -> Result:
         """Do the work; when the server dies under it, restart the server and do what `work` then finds undone."""

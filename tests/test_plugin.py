@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -184,6 +185,41 @@ def test_one_rank_of_a_tensor_parallel_group_writes_and_every_rank_may_refuse(tm
     monkeypatch.setattr(plugin, "require_known_internals", lambda: None)
     plugin.Capture(tmp_path).after_init(None, types.SimpleNamespace(tp_rank=3))  # it has none of the attributes that are needed
     assert '"error"' in (tmp_path / "handshake-3.json").read_text()
+
+
+class NoGpu:
+    """Stands for CUDA's streams and events, so that the arithmetic of the ring can be seen without a GPU; it notes what was asked for."""
+
+    def __init__(self, *_: object, **__: object):
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str):
+        return lambda *_: self.calls.append(name)
+
+
+def test_the_ring_of_pinned_buffers_grows_is_reused_and_keeps_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taker = Batches(tmp_path, monkeypatch).taker
+    empty, pinned = torch.empty, []
+
+    def without_pin(*args: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", without_pin)
+    monkeypatch.setattr(torch.cuda, "Stream", NoGpu)
+    monkeypatch.setattr(torch.cuda, "Event", NoGpu)
+    monkeypatch.setattr(torch.cuda, "current_stream", NoGpu)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    buffer = None
+    places = []
+    for rows in (10, 30, 20):
+        states, ids = torch.randn(rows, 4, H).bfloat16(), torch.arange(rows)
+        on_host, ids_host, buffer, arrived = taker._to_host(states, ids, buffer)
+        assert torch.equal(on_host, states) and torch.equal(ids_host, ids) and on_host.is_contiguous()
+        assert on_host.data_ptr() == buffer.data_ptr() and arrived.calls == ["record"]
+        places.append(buffer.data_ptr())
+    assert all(pinned) and buffer.numel() == 30 * 4 * H * 2 and places[1] == places[2]
 
 
 # ---- the newer version, really ----

@@ -61,7 +61,8 @@ def test_the_work_goes_on_where_it_was_and_each_row_comes_once(tiny: Path, tmp_p
         assert len(engine.restarts) == 1 and "CUDA out of memory" in engine.restarts[0]
         assert engine.nonce != nonce and engine.pid != pid and not engine.checks.failed and len(engine.checks) >= 20
         assert [p.name for p in (tmp_path / "dumps").iterdir()] == [engine.nonce]
-        assert len(engine.generate(ROWS[:1], max_new_tokens=1, progress=None)) == 1
+        old = engine.generate(ROWS[:1], rids=[f"{nonce}-asked-for-before"], max_new_tokens=1, progress=None)
+        assert torch.equal(engine.read_dump(old[0].rid, ROWS[0]), whole[0])
     assert engine.log_path.read_text().count("CUDA out of memory") == 1
 
 
