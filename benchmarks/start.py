@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import requests
 
 from eagle3lib import preflight, probes, targets
@@ -41,7 +42,10 @@ def bare(target: Path, folder: Path, device: str, dtype: str) -> float:
                     raise Eagle3Error(f"the bare server ended with exit code {server.returncode}; see {folder / 'bare.log'}")
                 time.sleep(0.05)
         finally:
+            family = psutil.Process(server.pid).children(recursive=True)
             server.terminate()
+            server.wait(30)
+            psutil.wait_procs(family, timeout=30)  # they live on for seconds, and would slow down what comes next
 
 
 def ours(target: Path, folder: Path, device: str, dtype: str) -> tuple[float, float, int]:
