@@ -61,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--jobs", type=int, default=1, metavar="N", help="of a sweep (lists in --set): runs at the same time")
     run.set_defaults(command=_run)
 
+    doctor = commands.add_parser("doctor", help="look at everything that a start needs, and start nothing")
+    doctor.add_argument("params", type=Path, metavar="PARAMS", help="params file (YAML)")
+    doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a parameter; may be repeated")
+    doctor.add_argument("--clean", action="store_true", help="end and delete what earlier servers of ours have left")
+    doctor.set_defaults(command=_doctor)
+
     report = commands.add_parser("report", help="rebuild a run's report.html and the index of all runs")
     report.add_argument("run", metavar="RUN", help="run id, or the path of a run folder")
     report.set_defaults(command=_report)
@@ -122,6 +128,12 @@ def _run(args: argparse.Namespace) -> int:
         print(forecast.describe(order))
         return 0
     return runner.run(order, stage_timeout_s=args.stage_timeout).exit_code
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from eagle3lib import doctor, params
+
+    return doctor.report(args.params, params.parse_set(args.set), args.clean)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -65,6 +65,7 @@ class Engine:
         self.hidden_size, self.vocab_size = int(config.hidden_size), int(config.vocab_size)
         self.log_path = settings.run_dir / "engine.log"
         self.start_timeout_s, self.max_restarts, self.restarts = start_timeout_s, max_restarts, list[str]()
+        self._nonces: list[str] = []  # of this server and of those before it
         self._port_wanted, self.generation, self._looking = settings.port, 0, threading.Lock()
         self._begin(settings)
 
@@ -72,6 +73,7 @@ class Engine:
         """Become a new server, not started yet: a nonce, a port and a dump folder of its own."""
         nonce, port = secrets.token_hex(8), self._port_wanted or preflight.free_port()
         self.settings = settings = replace(settings, nonce=nonce, port=port)
+        self._nonces.append(nonce)
         self.nonce, self.port, self.url = nonce, port, f"http://127.0.0.1:{port}"
         self.dump_dir = preflight.dump_base() / nonce if settings.capture_layers is not None else None
         self.generation += 1
@@ -152,6 +154,7 @@ class Engine:
                               f"{old['port']}. Stop it (engine.stop(), or end the notebook that started it), or take another run folder.")
         preflight.clean_leftover(settings.run_dir)
         preflight.require_port_free(self.port)
+        preflight.require_device_memory(settings.target, settings.device, settings.tp_size)
         if self.dump_dir:
             needed = dump_bytes(settings, self.hidden_size)
             preflight.require_room(self.dump_dir, needed, "engine dump folder", "That is what is under way at most; free some, "
@@ -197,9 +200,10 @@ class Engine:
 
     def _record(self, state: str) -> None:
         """engine.json: what of ours is running, so that a later run can find and clean it."""
-        processes = [{"pid": p.pid, "created": p.create_time()} for p in self._processes if p.is_running()]
+        processes = [_identity(p) for p in self._processes if p.is_running()]
         write_json(self.settings.run_dir / "engine.json", {
-            "state": state, "nonce": self.nonce, "port": self.port, "pid": self.pid, "process_group": self.pid, "processes": processes,
+            "state": state, "owner": _identity(psutil.Process()),
+            "nonce": self.nonce, "port": self.port, "pid": self.pid, "process_group": self.pid, "processes": processes,
             "command": self.settings.command, "log": str(self.log_path), "dump_dir": self.dump_dir and str(self.dump_dir),
             "scratch": self._scratch and str(self._scratch), "seconds": self.seconds, "restarts": self.restarts,
             "checks": self.checks.records})
@@ -269,11 +273,11 @@ class Engine:
         params: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         if stop_token_ids:
             params["stop_token_ids"] = list(stop_token_ids)
-        asked, replies = self.nonce, dict[int, Reply]()
+        replies = dict[int, Reply]()
 
         def remaining() -> None:
             todo = [i for i in range(len(input_ids)) if i not in replies]
-            now = [names[i].replace(asked, self.nonce, 1) for i in todo]  # after a restart the nonce is another one
+            now = [self._current(names[i]) for i in todo]
 
             def arrived(n: int, reply: Reply) -> None:
                 if on_result:
@@ -284,6 +288,11 @@ class Engine:
 
         self._surviving(remaining)
         return [replies[i] for i in range(len(input_ids))]
+
+    def _current(self, rid: str) -> str:
+        """The request id under which the server that is there now dumps what an earlier one was asked for."""
+        head, _, name = rid.partition("-")
+        return f"{self.nonce}-{name}" if head in self._nonces else rid
 
     def _surviving(self, work: Callable[[], Result]) -> Result:
         """Do the work; when the server dies under it, restart the server and do what `work` then finds undone."""
@@ -308,7 +317,7 @@ class Engine:
         self._folder()
         return capture.dump_rid(self.nonce, name)
 
-    def read_dump(self, rid: str, input_ids: list[int], timeout_s: float = capture.WAIT_S) -> torch.Tensor:
+    def read_dump(self, rid: str, input_ids: list[int], timeout_s: float | None = None) -> torch.Tensor:
         """Hidden states [T, A+1, H] of a dumped request, checked (see capture.read_dump), in the engine's dtype."""
         return capture.read_dump(self._folder(), rid, input_ids, self.handshake, timeout_s=timeout_s, look=self.require_alive)
 
@@ -369,6 +378,10 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _identity(process: psutil.Process) -> dict[str, Any]:
+    return {"pid": process.pid, "created": process.create_time()}
 
 
 def _alive(process: psutil.Process) -> bool:

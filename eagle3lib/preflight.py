@@ -168,6 +168,33 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
 
 
+def require_device_memory(target: Path, device: str, ranks: int) -> str:
+    """Says what is free; Eagle3Error when the weights alone do not fit: in each GPU's memory its share of them, on a CPU all."""
+    weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    free = _gpu_free() if device == "cuda" else [psutil.virtual_memory().available]
+    if not free:
+        return "GPU memory could not be read (no nvidia-smi)"
+    if device == "cuda" and len(free) < ranks:
+        raise Eagle3Error(f"device memory: {ranks} GPUs are asked for (tp_size), {len(free)} are there. Lower it, or set CUDA_VISIBLE_DEVICES.")
+    share, least = weights / ranks, min(sorted(free)[-ranks:])
+    if share > least:
+        raise Eagle3Error(f"device memory: the weights take {share / 1e9:,.1f} GB on each of {ranks} {device} devices, {least / 1e9:,.1f} GB are "
+                          "free. End what holds it (nvidia-smi), or spread the weights: engine_args --tp-size.")
+    return f"{least / 1e9:,.1f} GB free, {share / 1e9:,.1f} GB of weights on each of {ranks}"
+
+
+def _gpu_free() -> list[int]:
+    """Free bytes of each visible GPU; asked of nvidia-smi, since CUDA itself would take half a gigabyte to answer. [] if it is not there."""
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", visible]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return [int(line) * 2**20 for line in done.stdout.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
 # ---- an earlier engine of the same run ----
 
 
@@ -188,6 +215,16 @@ def leftover(run_dir: Path) -> dict[str, Any]:
     return {**record, "alive": alive, "files": files} if alive or files else {}
 
 
+def owned(record: dict[str, Any]) -> bool:
+    """Is the process that started this server alive? Then it is in use, and no leftover."""
+    return same_process(record.get("owner") or {"pid": -1, "created": 0})
+
+
+def describe_leftover(record: dict[str, Any]) -> str:
+    alive = [describe_process(pid) for pid in record["alive"]]
+    return ", ".join([*alive, *map(str, record["files"])])
+
+
 def _shm_files(note: Path) -> list[Path]:
     """Files in shared memory of that server that are still the very same (by inode)."""
     try:
@@ -202,7 +239,7 @@ def same_process(recorded: dict[str, Any]) -> bool:
     try:
         process = psutil.Process(recorded["pid"])
         return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - recorded["created"]) < 1
-    except psutil.Error:
+    except (psutil.Error, ValueError, KeyError):
         return False
 
 

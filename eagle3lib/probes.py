@@ -32,10 +32,12 @@ PREFIX = 256  # tokens of it that are sent again
 ROWS = 64  # of the long prompt whose log-probabilities are computed anew
 TOP = 5
 DUMP_WAIT_S = 30.0
+REFERENCE_WAIT_S = 300.0  # for transformers, which began when the server did
 # The same row computed twice in another batch, |a - b| / |b|: median and worst row. Another row or layer differs by about its size.
 NOISE = {"bfloat16": (0.03, 0.3), "float16": (0.01, 0.1), "float32": (1e-4, 1e-3)}
-# A logit is rounded once by the engine: relative step of its dtype. A log-probability is off by twice half of it.
-STEP = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-18}
+# A logit is rounded once by the engine, to half a unit in the last place: at most 2^-8 of it in bf16. A log-probability is the
+# difference of two such; measured 0.12 where twice that allows 0.27 (SmolLM2 in bf16, logits up to 35). float32: room for another order of sums.
+STEP = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-18}
 PARITY, MARGIN = 0.05, 3.0  # error against transformers, and how much nearer than the neighbouring layers it must be
 LARGEST = 4e9  # bytes of weights up to which transformers computes the whole target; of a larger one only the first layers
 
@@ -214,6 +216,8 @@ def streams(target: Path, ids: list[int], layers: list[int]) -> dict[int, torch.
     config = AutoConfig.from_pretrained(target, trust_remote_code=False)
     text, weights = config.get_text_config(), sum(file.stat().st_size for file in target.glob("*.safetensors"))
     depth = text.num_hidden_layers
+    if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
+        raise NotImplementedError("its weights are quantised")
     if weights > LARGEST:
         shallow = layers[0] + 2
         if weights * 2 * shallow / depth * 2 > psutil.virtual_memory().available:  # float32, and as much again for the embeddings
@@ -233,7 +237,7 @@ def streams(target: Path, ids: list[int], layers: list[int]) -> dict[int, torch.
 
 def _prove_streams(engine: Engine, dump: Dump, reference: Future[dict[int, torch.Tensor]]) -> None:
     try:
-        wanted = reference.result()
+        wanted = reference.result(timeout=REFERENCE_WAIT_S)
     except Exception as error:  # an architecture that transformers cannot load, or too little memory
         why = (str(error).splitlines() or [""])[0][:200]
         tqdm.write(f"engine: the captured layers were not compared with transformers ({type(error).__name__}: {why}). "

@@ -69,6 +69,13 @@ class Settings:
         return self.chunked_prefill_size
 
     @property
+    def tp_size(self) -> int:
+        """GPUs of this machine that share the weights."""
+        given = parse_arguments(self.extra_args)
+        ranks = given.get("tp_size") or given.get("tp") or given.get("tensor_parallel_size") or "1"
+        return max(1, int(ranks) // _number(given, "nnodes", 1)) if ranks.isdigit() else 1
+
+    @property
     def arguments(self) -> dict[str, Any]:
         chosen: dict[str, Any] = {
             "model_path": str(self.target), "served_model_name": self.nonce, "host": "127.0.0.1", "port": self.port,
@@ -114,8 +121,7 @@ class Settings:
         given = parse_arguments(self.extra_args)
         if taken := sorted(given.keys() & (self.arguments.keys() | FORBIDDEN)):
             raise ParamError(f"engine arguments {', '.join(taken)}: {OURS}")
-        if self.dtype not in capture.DTYPES:
-            raise ParamError(f"engine dtype {self.dtype!r}: one of {', '.join(capture.DTYPES)} is wanted.")
+        itemsize(self.dtype)
         require_sensible_nodes(given)
         require_sensible_speculation(given, self.device)
         if self.capture_layers is not None:
@@ -140,7 +146,7 @@ def choose(target: Path, run_dir: Path, *, capture_layers: Sequence[int] | None 
 def dump_bytes(settings: Settings, hidden_size: int) -> int:
     """Room that the dump folder must have: four prefill batches and the longest request, which is what may be under way while the
     server waits for the client. A batch takes at most max_prefill_tokens (16384 in SGLang) or one chunk, if that is more."""
-    row = (len(settings.capture_layers or []) + 1) * hidden_size * capture.DTYPES[settings.dtype].itemsize
+    row = (len(settings.capture_layers or []) + 1) * hidden_size * itemsize(settings.dtype)
     batch = max(settings.chunk or 0, MAX_PREFILL_TOKENS)
     return (settings.max_total_tokens or 5 * batch) * row
 
@@ -148,6 +154,13 @@ def dump_bytes(settings: Settings, hidden_size: int) -> int:
 def _absolute(python: str) -> str:
     """A path made absolute, since the server runs in the run folder; its links are kept, since a venv is one. A name stays."""
     return os.path.abspath(os.path.expanduser(python)) if "/" in python else python
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one number. ParamError for a dtype that a server cannot be asked for."""
+    if dtype not in capture.DTYPES:
+        raise ParamError(f"engine dtype {dtype!r}: one of {', '.join(capture.DTYPES)} is wanted.")
+    return capture.DTYPES[dtype].itemsize
 
 
 def parse_arguments(words: list[str]) -> dict[str, str]:

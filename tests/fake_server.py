@@ -154,10 +154,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(500, {"error": {"message": "no kernel image"}})
         if FAULT == "never answers":
             time.sleep(600)
-        if FAULT == "dies at the first request" or (FAULT in ("dies once", "dies always") and self.worn_out(body["rid"])):
+        if FAULT == "dies at the first request" or (FAULT in ("dies once", "dies always") and self.worn_out(str(body["rid"]))):
             print("torch.OutOfMemoryError: CUDA out of memory", file=sys.stderr, flush=True)
             os._exit(7)
-        self.generate(body)
+        many = isinstance(body["rid"], list)
+        answers = [self.generate(body | {"input_ids": ids, "rid": rid}) for ids, rid in
+                   (zip(body["input_ids"], body["rid"], strict=True) if many else [(body["input_ids"], body["rid"])])]
+        self.answer(200, answers if many else answers[0])
 
     def worn_out(self, rid: str) -> bool:
         """At the sixth request that is no probe; once in a run folder, or in every server."""
@@ -168,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
         once.touch()
         return True
 
-    def generate(self, body: dict) -> None:
+    def generate(self, body: dict) -> dict:
         ids, params, out = body["input_ids"], body["sampling_params"], []
         for _ in range(params["max_new_tokens"]):
             streams = MODEL.streams([*ids, *out])
@@ -183,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("return_logprob"):
             k = body["top_logprobs_num"]
             meta |= {"input_top_logprobs": [None, *(top(row, k) for row in prompt[:-1])], "output_top_logprobs": [top(prompt[-1], k)]}
-        self.answer(200, {"output_ids": out, "meta_info": meta})
+        return {"output_ids": out, "meta_info": meta}
 
     def answer(self, code: int, content: object) -> None:
         data = b"<html>it works</html>" if FAULT == "no JSON" else json.dumps(content).encode()

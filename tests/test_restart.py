@@ -61,7 +61,8 @@ def test_the_work_goes_on_where_it_was_and_each_row_comes_once(tiny: Path, tmp_p
         assert len(engine.restarts) == 1 and "CUDA out of memory" in engine.restarts[0]
         assert engine.nonce != nonce and engine.pid != pid and not engine.checks.failed and len(engine.checks) >= 20
         assert [p.name for p in (tmp_path / "dumps").iterdir()] == [engine.nonce]
-        assert len(engine.generate(ROWS[:1], max_new_tokens=1, progress=None)) == 1
+        old = engine.generate(ROWS[:1], rids=[f"{nonce}-asked-for-before"], max_new_tokens=1, progress=None)
+        assert torch.equal(engine.read_dump(old[0].rid, ROWS[0]), whole[0])
     assert engine.log_path.read_text().count("CUDA out of memory") == 1
 
 
@@ -76,7 +77,7 @@ def test_a_server_that_dies_again_and_again_ends_the_work_at_the_limit(tiny: Pat
 def test_an_extraction_survives_a_death_and_stores_each_row_once(tiny: Path, tmp_path: Path, witness: Witness) -> None:
     rows = [{"sample_id": sample_id(row, [True] * len(row)), "input_ids": row, "loss_mask": [True] * len(row)} for row in ROWS]
     with start(tiny, tmp_path, "dies once") as engine:
-        result = extract.extract(engine, rows, tmp_path / "store", tiny, shard_mb=1, concurrency=3)
+        result = extract.extract(engine, rows, tmp_path / "store", tiny, shard_mb=1, tokens_in_flight=100)
         assert len(engine.restarts) == 1
     store = Store.open(tmp_path / "store")
     assert result.samples == len(store) == len(set(store.ids)) == len(ROWS)

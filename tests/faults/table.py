@@ -92,9 +92,9 @@ PLUGIN = {
 }
 
 CAPTURE = {
-    "one layer early": Fault("last hidden state one layer early, normed", "engine.greedy token, engine.log-probabilities", "check engine."),
-    "norm never": Fault("last hidden state without the final norm", "engine.log-probabilities", "check engine."),
-    "norm twice": Fault("the final norm applied twice", "engine.log-probabilities", "check engine."),
+    "one layer early": Fault("last hidden state one layer early, normed", "engine.greedy token", "check engine.greedy token"),
+    "norm never": Fault("last hidden state without the final norm", "engine.greedy token", "check engine.greedy token"),
+    "norm twice": Fault("the final norm applied twice", "engine.log-probabilities", "check engine.log-probabilities"),
     "layers off by one": Fault("the model captures r_3, r_5, r_6 after saying r_2, r_4, r_5", "engine.layer", "check engine.layer of r_2"),
     "streams swapped": Fault("the captured layers in another order", "engine.layer", "check engine.layer of r_2"),
     "last chunk lost": Fault("of a prompt in several chunks only the first is dumped", "engine.dump", "rows 128 to 144 of 145 are missing"),
@@ -107,7 +107,7 @@ CAPTURE = {
     "zeros": Fault("all-zero states", "engine.dump", "r_4 at row 0 has one single value throughout"),
     "NaN": Fault("one NaN", "engine.dump", "the last hidden state at row 3 has NaN or infinite values"),
     "padded rows": Fault("padded rows dumped too", "engine.dump", "no token was sent there"),
-    "cast to float16": Fault("states cast to float16", "engine.dump", "torch.float16"),
+    "cast to float16": Fault("states cast to float16", "engine.dump", "F16 for 12 tokens; expected [12, 4, 64] float32"),
     "two writers of one file": Fault("a second rank writes the same file, half of it", "engine.dump", "cannot be read"),
     "disk full": Fault("the write fails", "engine.dump", "the server could not write the rows from 0: OSError: [Errno 28]"),
     "too late": Fault("the dump comes long after the reply", "engine.dump", "rows 0 to 11 of 12 are missing"),
