@@ -22,6 +22,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -124,6 +125,8 @@ class Chat:
 
     def _with_bos_row(self, ids: list[int], mask: list[bool]) -> Row:
         whole = self._with_bos(ids)
+        if len(whole) == len(ids):
+            return Row(ids, mask)
         shift = len(whole) - len(ids)  # +1: a BOS was put in front; negative: surplus ones went
         return Row(whole, [False] * shift + mask[max(0, -shift) :])
 
@@ -133,7 +136,7 @@ class Chat:
         while bos is not None and ids[start : start + 2] == [bos, bos]:
             start += 1
         missing = self._wants_bos and ids[:1] != [bos]
-        return [bos, *ids] if missing else ids[start:]
+        return [bos, *ids] if missing else ids[start:] if start else ids
 
     # rows ----------------------------------------------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class Chat:
         self._refuse_control_tokens(conversation)
         replies = conversation.replies if train == "all" else conversation.replies[-1:]
         if not replies:
-            raise Drop("no reply in the record")
+            raise Drop("no reply in the record", "with a weight above 0" if conversation.unwanted else "")
         draft = self._draft(conversation, replies, thinking)
         return [draft] if draft else self._split(conversation, replies, thinking)
 
@@ -187,7 +190,7 @@ class Chat:
         found: list[Draft | Row | Drop] = []
         for reply in replies:
             try:
-                upto = Conversation(conversation.messages[: reply + 1], conversation.tools)
+                upto = replace(conversation, messages=conversation.messages[: reply + 1])
                 found.append(self._draft(upto, [reply], thinking) or Drop(NOT_A_PREFIX))
             except Drop as drop:
                 found.append(drop)
@@ -232,6 +235,8 @@ class Chat:
             if begin is None or end is None or begin >= end:
                 return None
             self._check_reply_shown(message, encoded.text_of(draft.histories[n], end), draft.thinking)
+            if draft.replies[n] in conversation.cut and ids[end - 1] in self.stop_ids:
+                end -= 1  # the template ends every turn; this one never ended
             if not draft.thinking:
                 begin += self.thinking_length(ids[begin:end])
             mask[begin:end] = [True] * (end - begin)
@@ -341,13 +346,12 @@ class Chat:
         """(ids of the generation prompt, id of the end-of-turn token), taken from the render of one plain exchange."""
         try:
             asked = [{"role": "user", "content": "a"}]
-            before, prompt = self.render(asked), self.render(asked, generation_prompt=True)
+            before, prompt = (self._encode(self.render(asked, generation_prompt=wanted)) for wanted in (False, True))
             whole = self._encode(self.render([*asked, {"role": "assistant", "content": "b"}]))
         except Drop as drop:
             raise Eagle3Error(f"the target's chat template cannot render one user turn and one reply: {drop.detail}") from None
-        opening = self._encode(prompt[len(before) :]) if prompt.startswith(before) else []
-        begin = len(self._encode(prompt))
-        closing = [i for i in whole[begin:] if i in self.special_ids]
+        opening = prompt[len(os.path.commonprefix([before, prompt])) :]  # (works on lists too)
+        closing = [i for i in whole[len(prompt) :] if i in self.special_ids]
         stops = [i for i in closing if i in self.stop_ids]
         return opening, next(iter(stops[:1] + closing[-1:]), None)
 
