@@ -28,7 +28,8 @@ from eagle3lib.served import Arm, Serving
 from eagle3lib.tables import View, table
 
 if TYPE_CHECKING:
-    from eagle3lib.evaluate import Exported, Results
+    from eagle3lib.evaluate import Exported
+    from eagle3lib.results import Results
 
 REPLAY = 0.03  # of the verify steps: room for bf16 beside float32
 
@@ -96,6 +97,12 @@ class Agreement:
         rows = [[name, str(f.simulated), str(f.measured), str(served.get(name, "-")), words.get(name, "-")]
                 for name, f in self.results.figures.items()]
         return table(head, rows)
+
+    def bars(self) -> dict[str, dict[str, float]]:
+        """What plots.acceptance_bars draws: measured and simulated, and served where it was the same shape."""
+        served = self.serving.figures if self.words() else {}
+        return {name: bar | ({"served": served[name].length, "served_low": served[name].low, "served_high": served[name].high}
+                             if name in served else {}) for name, bar in self.results.bars().items()}
 
     def causes(self) -> View:
         """The known causes, what was tested of each, and what it showed."""

@@ -16,6 +16,7 @@ from eagle3lib.batches import document
 from eagle3lib.draft import Draft
 from eagle3lib.loss import simulate
 from eagle3lib.store import Sample, sample_id
+from eagle3lib.ttt import unroll
 from eagle3lib.verifier import states
 
 NEAR_TIE = 1e-3  # nats; logits closer than this may swap between two float32 kernels
@@ -94,3 +95,20 @@ def replay(hits: Tensor, known: Tensor, context: int, finish: str) -> list[Round
         rounds.append(Round(context + m, min(accepted_M[m], left - 1), ends))
         m += accepted_M[m] + 1
     return rounds
+
+
+def parting(measured: Sequence[Round], predicted: Sequence[Round]) -> tuple[int, int] | None:
+    """(row of the reply, draft position) at which two accounts of the same reply first part; None when they do not."""
+    for a, b in zip(measured, predicted, strict=False):
+        if a._replace(beyond=0) != b:
+            return a.context - measured[0].context, min(a.accepted, b.accepted)
+    return None if len(measured) == len(predicted) else (0, 0)
+
+
+@torch.inference_mode()
+def draft_margin(draft: Draft, sample: Sample, row: int, position: int) -> float:
+    """Nats between the draft's two best tokens at a row of the reply, `position` steps on, teacher-forced."""
+    batch = document(sample).to(draft.fc.weight.device)
+    *_, out = unroll(draft, batch, position + 1)
+    best, second = draft.logits(out[row]).topk(2).values.tolist()
+    return best - second
