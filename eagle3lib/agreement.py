@@ -126,11 +126,14 @@ class Agreement:
         return {} if self.replay is None else {"served_over_predicted": self.replay.ratio, "sets_parted": self.parted}
 
 
-AGREE, MEET, DIFFER = "agree: each in the other's interval", "intervals meet", "DIFFER"
+AGREE, MEET, DIFFER, FEW = "agree: each in the other's interval", "intervals meet", "DIFFER", "too few prompts to tell"
+LEAST = 5  # prompts; below that a bootstrap interval says nothing
 
 
 def relation(a: Acceptance, b: Acceptance) -> str:
     """How two figures of one set stand to each other."""
+    if min(a.prompts, b.prompts) < LEAST:
+        return FEW
     if a.low <= b.length <= a.high and b.low <= a.length <= b.high:
         return AGREE
     return MEET if a.low <= b.high and b.low <= a.high else DIFFER
@@ -148,7 +151,7 @@ def compare(results: Results, serving: Serving, exported: Exported, model: torch
 def replay(model: torch.nn.Module, draft: Draft, arm: Arm, steps: int, seed: int = 0) -> Replay:
     """Teacher-force every served reply and hold the predicted verify steps against the counted ones, paired, by bootstrap."""
     counted, predicted = [], []
-    for question, reply in zip(arm.questions, tqdm(arm.replies, desc="replaying what was served", unit="reply", mininterval=1), strict=True):
+    for question, reply in tqdm(arm.pairs, desc="replaying what was served", unit="reply", mininterval=1):
         sample = proof.prove(model, question.ids, reply.output_ids, draft.cfg.aux_layers).sample
         finish = "eos" if reply.finish_reason == "stop" else "limit"
         predicted.append(len(proof.replay(*proof.teacher_forced(draft, sample, steps), len(question.ids) + 1, finish)))
@@ -164,7 +167,7 @@ def _causes(results: Results, serving: Serving, exported: Exported, draft: Draft
     errors = [p for p in exported.problems if p.fatal]
     ids = draftcheck.read_config(exported.folder)["eagle_config"][draftcheck.AUX_IDS]
     loop = {(o.question.set, o.question.id): o.reply.tokens for o in results.outcomes}
-    same = [loop.get((q.set, q.id)) == r.output_ids for q, r in zip(arm.questions, arm.replies, strict=True)]
+    same = [loop.get((q.set, q.id)) == r.output_ids for q, r in arm.pairs]
     outside = [_outside(draft, [r.output_ids for r in arm.replies]), _outside(draft, [o.reply.tokens for o in results.outcomes])]
     return [
         Cause("draft computes something else in the server", "served text replayed through the trained draft: verify steps served / predicted",

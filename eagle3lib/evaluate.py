@@ -32,8 +32,8 @@ from eagle3lib.errors import Eagle3Error
 from eagle3lib.export import RoundTrip
 from eagle3lib.loss import joint_hits
 from eagle3lib.prepared import ABOUT, FOLDER
-from eagle3lib.questions import Asked, Question, follow, room, trained_tail
-from eagle3lib.results import ALL, Outcome, Results, Variant, conversations
+from eagle3lib.questions import Asked, Question, follow, room, talks, trained_tail
+from eagle3lib.results import ALL, Outcome, Results, Variant
 from eagle3lib.runs import read_json
 from eagle3lib.speculate import Reply, Times
 from eagle3lib.store import Sample
@@ -107,8 +107,8 @@ def vary(model: torch.nn.Module, draft: Draft, results: Results, chat: Chat, *, 
             bar.update(size)
     figures = {}
     for name in results.figures:
-        talks = conversations((o.question, r.rounds) for o, r in found if name in (ALL, o.question.set))
-        figures[name] = acceptance.measured([sum(talk, []) for talk in talks], shape.steps, seed=results.seed)
+        grouped = talks((o.question, r.rounds) for o, r in found if name in (ALL, o.question.set))
+        figures[name] = acceptance.measured([sum(talk, []) for talk in grouped], shape.steps, seed=results.seed)
     differing = [f"{o.question.set} {o.question.id}" for o, r in found if not temperature and r.tokens != o.reply.tokens]
     results.variants.append(Variant(shape, temperature, figures, differing, times))
 

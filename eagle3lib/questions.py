@@ -7,10 +7,10 @@ your own conversations in any shape that 01_prepare reads; of those the system a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from eagle3lib.replay import questions as asked_turns
 from eagle3lib.runs import read_json
 
 HELDOUT = "heldout"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,14 @@ def follow(asked: Question, reply: Sequence[int], chat: Chat, room: int) -> list
         return [question(asked.set, f"{asked.id}+", history, asked.later, chat, room, asked.tools)]
     except Drop:
         return []  # the reply holds a control token in text, or fills the context: the conversation ends here
+
+
+def talks(pairs: Iterable[tuple[Question, T]]) -> list[list[T]]:
+    """The turns of each conversation together: they are not independent, so intervals are over conversations."""
+    found: dict[tuple[str, str], list[T]] = {}
+    for question, value in pairs:
+        found.setdefault((question.set, question.id.rstrip("+")), []).append(value)
+    return list(found.values())
 
 
 def room(model: Any, max_new_tokens: int, steps: int) -> int:

@@ -9,7 +9,7 @@ import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from eagle3lib import acceptance
 from eagle3lib.acceptance import Acceptance, Round, Shape
 from eagle3lib.preview import View
 from eagle3lib.proof import Mismatch
-from eagle3lib.questions import Question
+from eagle3lib.questions import Question, talks
 from eagle3lib.speculate import Reply, Times
 from eagle3lib.store import Sample
 from eagle3lib.tables import table
@@ -75,17 +75,6 @@ def by_set(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     return {**groups, ALL: list(outcomes)}
 
 
-T = TypeVar("T")
-
-
-def conversations(pairs: Iterable[tuple[Question, T]]) -> list[list[T]]:
-    """The turns of each conversation together: they are not independent, so intervals are over conversations."""
-    talks: dict[tuple[str, str], list[T]] = {}
-    for question, value in pairs:
-        talks.setdefault((question.set, question.id.rstrip("+")), []).append(value)
-    return list(talks.values())
-
-
 @dataclass
 class Results:
     shape: Shape
@@ -110,9 +99,9 @@ class Results:
         return {name: self._figure(group) for name, group in by_set(self.outcomes).items()}
 
     def _figure(self, group: list[Outcome]) -> Figure:
-        talks = conversations((o.question, o) for o in group)
-        measured = acceptance.measured([[r for o in talk for r in o.reply.rounds] for talk in talks], self.steps, seed=self.seed)
-        hits_PK, tried_PK = (np.array([np.sum([getattr(o, name) for o in talk], axis=0) for talk in talks]) for name in ("hits", "tried"))
+        grouped = talks((o.question, o) for o in group)
+        measured = acceptance.measured([[r for o in talk for r in o.reply.rounds] for talk in grouped], self.steps, seed=self.seed)
+        hits_PK, tried_PK = (np.array([np.sum([getattr(o, name) for o in talk], axis=0) for talk in grouped]) for name in ("hits", "tried"))
         return Figure(measured, acceptance.from_counts(hits_PK, tried_PK, seed=self.seed))
 
     @property
@@ -138,7 +127,7 @@ class Results:
         return {name: (f.measured.survival_low, f.measured.survival_high) for name, f in self.figures.items() if name != ALL}
 
     def _rounds(self, outcomes: Iterable[Outcome]) -> list[list[Round]]:
-        return [[r for o in talk for r in o.reply.rounds] for talk in conversations((o.question, o) for o in outcomes)]
+        return [[r for o in talk for r in o.reply.rounds] for talk in talks((o.question, o) for o in outcomes)]
 
     def by_context(self, edges: Sequence[int] = CONTEXTS) -> dict[str, Acceptance]:
         """Measured acceptance by the number of tokens known before the round."""

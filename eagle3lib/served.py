@@ -28,7 +28,7 @@ from eagle3lib.checks import Checks
 from eagle3lib.client import Reply
 from eagle3lib.engine import Engine
 from eagle3lib.errors import Eagle3Error
-from eagle3lib.questions import Question
+from eagle3lib.questions import Question, talks
 from eagle3lib.tables import View, table
 
 BATCH = 32  # requests in flight of the working batch
@@ -48,6 +48,10 @@ class Arm:
     questions: list[Question]
     replies: list[Reply]
     seconds: float
+
+    @property
+    def pairs(self) -> list[tuple[Question, Reply]]:
+        return list(zip(self.questions, self.replies, strict=True))
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,10 +99,9 @@ class Serving:
         """Per set in the order asked, then "all": the working batch with the draft. Empty when nothing was served."""
         if not self.arms:
             return {}
-        arm = self.arm(True, lone=False)
-        pairs = list(zip(arm.questions, arm.replies, strict=True))
-        groups = {q.set: [r for p, r in pairs if p.set == q.set] for q in arm.questions}
-        return {name: figure(replies, self.shape, self.seed) for name, replies in {**groups, "all": arm.replies}.items()}
+        pairs = self.arm(True, lone=False).pairs
+        groups = {q.set: [(p, r) for p, r in pairs if p.set == q.set] for q, _ in pairs}
+        return {name: figure(group, self.shape, self.seed) for name, group in {**groups, "all": pairs}.items()}
 
     def speed_up(self, lone: bool) -> float:
         """Tokens/s with the draft over tokens/s without."""
@@ -112,7 +115,7 @@ class Serving:
         rows = [[name, str(f.prompts), f"{f.rounds:,}", str(f), "", "", ""] for name, f in self.figures.items()]
         for lone in (True, False):
             without, with_draft = self.arm(False, lone), self.arm(True, lone)
-            rows.append([f"batch {with_draft.batch}", str(len(with_draft.replies)), "", str(figure(with_draft.replies, self.shape, self.seed)),
+            rows.append([f"batch {with_draft.batch}", str(len(with_draft.replies)), "", str(figure(with_draft.pairs, self.shape, self.seed)),
                          f"{without.tokens_per_s:,.0f}", f"{with_draft.tokens_per_s:,.0f}", f"{self.speed_up(lone):.2f} x"])
         return table(head, rows)
 
@@ -228,15 +231,21 @@ def _ask(engine: Engine, questions: list[Question], at_once: int, max_new_tokens
 
 
 def _require_speculation(arm: Arm) -> None:
-    for question, reply in zip(arm.questions, arm.replies, strict=True):
+    for question, reply in arm.pairs:
         if len(reply.output_ids) > 1 and not reply.verify_steps:
             raise Eagle3Error(f"served: the reply to {question.set} {question.id} has {len(reply.output_ids)} tokens and no verify step: the "
                               "server does not speculate. See its log; was it started with other arguments?")
 
 
-def figure(replies: Sequence[Reply], shape: Shape, seed: int = 0) -> Acceptance:
-    """Acceptance of these replies (see `emitted`), with its interval over them."""
-    return acceptance.counted([emitted(r) for r in replies], [r.verify_steps for r in replies], shape.steps, seed=seed)
+def figure(pairs: Sequence[tuple[Question, Reply]], shape: Shape, seed: int = 0) -> Acceptance:
+    """Acceptance of these replies (see `emitted`), with its interval over conversations. Eagle3Error when the counts cannot be."""
+    for question, reply in pairs:
+        if not reply.verify_steps <= emitted(reply) <= reply.verify_steps * (shape.steps + 1):
+            raise Eagle3Error(f"served: {question.set} {question.id}: {emitted(reply)} tokens in {reply.verify_steps} verify steps cannot come from "
+                              f"a {shape}. Was the request retracted, or the server started with other arguments? See its log.")
+    grouped = talks(pairs)
+    return acceptance.counted([sum(map(emitted, talk)) for talk in grouped], [sum(r.verify_steps for r in talk) for talk in grouped], shape.steps,
+                              seed=seed)
 
 
 def emitted(reply: Reply) -> int:
@@ -259,8 +268,8 @@ def _compare(serving: Serving, engine: Engine) -> None:
 
 def differences(engine: Engine, found: Arm, expected: Arm) -> list[Difference]:
     """The first difference of every reply that is not the same in both arms, for the questions of `found`."""
-    own = {(q.set, q.id): r.output_ids for q, r in zip(expected.questions, expected.replies, strict=True)}
-    pairs = [(q, r.output_ids, own[q.set, q.id]) for q, r in zip(found.questions, found.replies, strict=True)]
+    own = {(q.set, q.id): r.output_ids for q, r in expected.pairs}
+    pairs = [(q, r.output_ids, own[q.set, q.id]) for q, r in found.pairs]
     return [_difference(engine, q, a, b) for q, a, b in pairs if a != b]
 
 

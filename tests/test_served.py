@@ -17,7 +17,7 @@ import torch
 from toys import STEPS, noisy, prompts_of
 
 from eagle3lib import acceptance, agreement, evaluate, export, loaded, questions, served, speculate, targets
-from eagle3lib.acceptance import Round, Shape
+from eagle3lib.acceptance import Shape
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
 from eagle3lib.client import Client, Reply
@@ -206,6 +206,16 @@ def test_tokens_that_verify_steps_brought(tokens, finish, verify, accepted, emit
     assert served.emitted(Reply([1] * tokens, finish, 4, 0, "r", verify_steps=verify, accepted_drafts=accepted)) == emitted
 
 
+def test_turns_of_a_conversation_are_one_draw_and_impossible_counts_are_named():
+    replies = [Reply([1] * 9, "stop", 4, 0, "r", verify_steps=4, accepted_drafts=4)] * 4
+    pairs = [(Question("a", name, [5], []), r) for name, r in zip(("81", "81+", "82", "82+"), replies, strict=True)]
+    found = served.figure(pairs, CHAIN)
+    assert (found.prompts, found.rounds, found.length) == (2, 16, 2.0)
+    pairs[2] = (pairs[2][0], Reply([1] * 30, "stop", 4, 0, "r", verify_steps=2, accepted_drafts=4))
+    with pytest.raises(Eagle3Error, match="a 82: 29 tokens in 2 verify steps cannot come from a chain of 4"):
+        served.figure(pairs, CHAIN)
+
+
 def test_the_client_reads_sglangs_counts_and_leaves_them_zero_without():
     meta = {"id": "r", "finish_reason": {"type": "stop"}, "prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 0}
     client = Client("http://127.0.0.1:1", 10, lambda: None)
@@ -268,13 +278,14 @@ def test_a_near_tie_is_a_small_margin(margin, tie):
 
 
 def test_relations_of_two_figures():
-    def figure(length, half):
-        return acceptance.measured([[Round(1, 0)]], 1).__class__(1, 1, 1, length, length - half, length + half, 0.0, [], [], [])
+    def figure(length, half, prompts=9):
+        return acceptance.Acceptance(prompts, 9, 1, length, length - half, length + half, 0.0, [], [], [])
 
     assert agreement.relation(figure(1.2, 0.1), figure(1.25, 0.1)) == agreement.AGREE
     assert agreement.relation(figure(1.2, 0.1), figure(1.35, 0.1)) == agreement.MEET
     assert agreement.relation(figure(1.2, 0.01), figure(1.25, 0.1)) == agreement.MEET
     assert agreement.relation(figure(1.2, 0.1), figure(1.5, 0.1)) == agreement.DIFFER
+    assert agreement.relation(figure(1.2, 0.0, prompts=2), figure(1.5, 0.0)) == agreement.FEW
 
 
 def test_lone_prompts_come_from_all_sets():

@@ -338,6 +338,16 @@ def test_impossible_requests_are_refused(model, tiny, prompt, changes, message):
         speculate.generate(model, new_draft(tiny), [prompt], **{"shape": CHAIN, "max_new_tokens": 5, **changes})
 
 
+@pytest.mark.parametrize("shape", [CHAIN, Shape(4, 2, 7)], ids=str)
+def test_a_reply_that_fills_the_context_to_the_last_token(model, tiny, shape):
+    room = 2048 - shape.steps - 9
+    prompts = [prompts_of(1, seed=5, low=room, high=room + 1)[0], [7, 8, 9]]
+    replies, _ = speculate.generate(model, new_draft(tiny), prompts, shape=shape, max_new_tokens=9, ends=set())
+    assert [r.tokens for r in replies] == [greedy(model, p, 9) for p in prompts]
+    with pytest.raises(Eagle3Error, match="context of 2048"):
+        speculate.generate(model, new_draft(tiny), [prompts[0]], shape=shape, max_new_tokens=10, ends=set())
+
+
 def test_layers_that_cannot_take_tokens_back_are_refused(model, tiny, monkeypatch):
     monkeypatch.setattr(model.config, "layer_types", ["full_attention", "sliding_attention"], raising=False)
     with pytest.raises(Eagle3Error, match="sliding_attention.*SGLang"):
