@@ -76,8 +76,9 @@ class Agreement:
     def headline(self) -> str:
         """The verdict in one line, with the three figures."""
         figure, served = self.results.figures["all"], self.serving.figures.get("all")
+        word = self.results.verdict[0] if not self.serving.slower else "slower than no draft"
         shown = f"served {served} ({self.serving.shape})" if served else "served: not measured"
-        return (f"{self.results.verdict[0].upper()}: acceptance length simulated {figure.simulated}, measured {figure.measured} "
+        return (f"{word.upper()}: acceptance length simulated {figure.simulated}, measured {figure.measured} "
                 f"({self.results.shape}), {shown}; {figure.measured.prompts} prompts, {figure.measured.rounds:,} rounds")
 
     def words(self) -> dict[str, str]:
