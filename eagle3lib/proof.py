@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle3lib.acceptance import Round
-from eagle3lib.batches import document
+from eagle3lib.batches import document, pack
 from eagle3lib.draft import Draft
 from eagle3lib.loss import simulate
 from eagle3lib.store import Sample, sample_id
@@ -73,7 +73,7 @@ def prove(target: torch.nn.Module, prompt: list[int], reply: list[int], layers: 
 @torch.inference_mode()
 def teacher_forced(draft: Draft, sample: Sample, steps: int) -> tuple[Tensor, Tensor]:
     """(hits, known), bool [M, K], over the rows of a proven reply; M is one less than its tokens (see loss.simulate)."""
-    batch = document(sample)
+    batch = pack([document(sample)])
     if not len(batch):
         return torch.zeros(0, steps, dtype=torch.bool), torch.zeros(0, steps, dtype=torch.bool)
     batch.greedy = sample.input_ids[batch.row + 2]  # proven: the next token is the target's own choice
@@ -108,7 +108,7 @@ def parting(measured: Sequence[Round], predicted: Sequence[Round]) -> tuple[int,
 @torch.inference_mode()
 def draft_margin(draft: Draft, sample: Sample, row: int, position: int) -> float:
     """Nats between the draft's two best tokens at a row of the reply, `position` steps on, teacher-forced."""
-    batch = document(sample).to(draft.fc.weight.device)
+    batch = pack([document(sample)]).to(draft.fc.weight.device)
     *_, out = unroll(draft, batch, position + 1)
     best, second = draft.logits(out[row]).topk(2).values.tolist()
     return best - second
