@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--sets", nargs="+", default=SETS)
-    for name, default in (("steps", 3), ("topk", 1), ("verify", 0), ("prompts", 24), ("tokens", 128), ("batch", 32), ("turns", 1)):
+    for name, default in (("steps", 3), ("topk", 1), ("verify", 0), ("prompts", 24), ("tokens", 128), ("batch", 32), ("turns", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--no-graphs", action="store_true", help="start without CUDA graphs: quick, and no speed-up means anything")
     parser.add_argument("--out", type=Path)
@@ -37,8 +37,9 @@ def main() -> None:
     target, shape = targets.resolve(args.target), Shape(args.steps, args.topk, args.verify)
     chat, model = Chat.of(target), targets.load_model(target, device="cuda")
     draft = checkpoint.load(args.run / "checkpoint", target).to("cuda")
-    asked = questions.choose(args.sets, args.prompts, chat, room=questions.room(model, args.tokens, args.steps), turns=args.turns)
+    asked = questions.choose(args.sets, args.prompts, chat, room=questions.room(model, args.tokens, args.steps), turns=args.turns, run=args.run)
     results = evaluate.measure(model, draft, asked, chat, steps=args.steps, max_new_tokens=args.tokens)
+    evaluate.vary(model, draft, results, chat, max_new_tokens=args.tokens, shape=shape)
     exported = evaluate.export_draft(draft, args.run / "serving" / "draft", target, results)
     serving = served.serve(exported.folder, target, results.questions, shape, args.run / "serving", max_new_tokens=args.tokens,
                            stop_ids=chat.stop_ids, batch=args.batch, cuda_graphs=not args.no_graphs, idle=[model, draft])
@@ -47,7 +48,7 @@ def main() -> None:
         part.check(checks)
     evaluate.check(checks, results)
     evaluate.judge(checks, results)
-    print(agreed.headline, agreed.table(), serving.table(), agreed.causes(), checks.table(), sep="\n\n")
+    print(agreed.headline, agreed.table(), results.table(), serving.table(), agreed.causes(), checks.table(), sep="\n\n")
     if args.out:
         runs.write_json(args.out, {**results.metrics(), **serving.metrics(), **agreed.metrics(), "checks": checks.records})
 

@@ -61,6 +61,11 @@ class Shape:
         return f"chain of {self.steps}" if self.topk == 1 else f"tree of depth {self.steps}, top-{self.topk}, {self.tokens} tokens"
 
 
+def shape(steps: int, topk: int, tokens: int) -> Shape:
+    """A chain when topk is 1, whatever `tokens`; else the tree."""
+    return Shape(steps) if topk == 1 else Shape(steps, topk, tokens)
+
+
 class Round(NamedTuple):
     """One verification. `context` is the number of tokens known before it; `end` is "", "eos" or "limit"."""
 
@@ -161,16 +166,20 @@ def _intervals(hits_PK: np.ndarray, tried_PK: np.ndarray, seed: int) -> tuple[fl
     return float(low), float(high), low_K.tolist(), high_K.tolist()
 
 
-def by_context(rounds: Sequence[Sequence[Round]], steps: int, edges: Sequence[int], *, seed: int = 0) -> dict[str, Acceptance]:
-    """Measured acceptance in buckets of context length; `edges` are the lower bounds, the first bucket starts at 0."""
+def buckets(edges: Sequence[int]) -> list[tuple[str, int, int]]:
+    """(name, low, high) of half-open buckets; `edges` are the lower bounds, the first bucket starts at 0."""
     bounds = [0, *edges, 10**9]
-    buckets: dict[str, Acceptance] = {}
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    return [(f"{low}+" if high == bounds[-1] else f"{low}-{high - 1}", low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
+def by_context(rounds: Sequence[Sequence[Round]], steps: int, edges: Sequence[int], *, seed: int = 0) -> dict[str, Acceptance]:
+    """Measured acceptance in buckets of context length (see `buckets`)."""
+    found: dict[str, Acceptance] = {}
+    for name, low, high in buckets(edges):
         inside = [[r for r in prompt if low <= r.context < high] for prompt in rounds]
         if any(inside):
-            name = f"{low}+" if high == bounds[-1] else f"{low}-{high - 1}"
-            buckets[name] = measured([p for p in inside if p], steps, seed=seed)
-    return buckets
+            found[name] = measured([p for p in inside if p], steps, seed=seed)
+    return found
 
 
 def verdict(figure: Acceptance) -> tuple[str, str]:

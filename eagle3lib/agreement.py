@@ -28,7 +28,8 @@ from eagle3lib.served import Arm, Serving
 from eagle3lib.tables import View, table
 
 if TYPE_CHECKING:
-    from eagle3lib.evaluate import Exported, Results
+    from eagle3lib.evaluate import Exported
+    from eagle3lib.results import Results
 
 REPLAY = 0.03  # of the verify steps: room for bf16 beside float32
 
@@ -75,8 +76,9 @@ class Agreement:
     def headline(self) -> str:
         """The verdict in one line, with the three figures."""
         figure, served = self.results.figures["all"], self.serving.figures.get("all")
+        word = self.results.verdict[0] if not self.serving.slower else "slower than no draft"
         shown = f"served {served} ({self.serving.shape})" if served else "served: not measured"
-        return (f"{self.results.verdict[0].upper()}: acceptance length simulated {figure.simulated}, measured {figure.measured} "
+        return (f"{word.upper()}: acceptance length simulated {figure.simulated}, measured {figure.measured} "
                 f"({self.results.shape}), {shown}; {figure.measured.prompts} prompts, {figure.measured.rounds:,} rounds")
 
     def words(self) -> dict[str, str]:
@@ -96,6 +98,12 @@ class Agreement:
         rows = [[name, str(f.simulated), str(f.measured), str(served.get(name, "-")), words.get(name, "-")]
                 for name, f in self.results.figures.items()]
         return table(head, rows)
+
+    def bars(self) -> dict[str, dict[str, float]]:
+        """What plots.acceptance_bars draws: measured and simulated, and served where it was the same shape."""
+        served = self.serving.figures if self.words() else {}
+        return {name: bar | ({"served": served[name].length, "served_low": served[name].low, "served_high": served[name].high}
+                             if name in served else {}) for name, bar in self.results.bars().items()}
 
     def causes(self) -> View:
         """The known causes, what was tested of each, and what it showed."""
@@ -119,11 +127,14 @@ class Agreement:
         return {} if self.replay is None else {"served_over_predicted": self.replay.ratio, "sets_parted": self.parted}
 
 
-AGREE, MEET, DIFFER = "agree: each in the other's interval", "intervals meet", "DIFFER"
+AGREE, MEET, DIFFER, FEW = "agree: each in the other's interval", "intervals meet", "DIFFER", "too few prompts to tell"
+LEAST = 5  # prompts; below that a bootstrap interval says nothing
 
 
 def relation(a: Acceptance, b: Acceptance) -> str:
     """How two figures of one set stand to each other."""
+    if min(a.prompts, b.prompts) < LEAST:
+        return FEW
     if a.low <= b.length <= a.high and b.low <= a.length <= b.high:
         return AGREE
     return MEET if a.low <= b.high and b.low <= a.high else DIFFER
@@ -141,7 +152,7 @@ def compare(results: Results, serving: Serving, exported: Exported, model: torch
 def replay(model: torch.nn.Module, draft: Draft, arm: Arm, steps: int, seed: int = 0) -> Replay:
     """Teacher-force every served reply and hold the predicted verify steps against the counted ones, paired, by bootstrap."""
     counted, predicted = [], []
-    for question, reply in zip(arm.questions, tqdm(arm.replies, desc="replaying what was served", unit="reply", mininterval=1), strict=True):
+    for question, reply in tqdm(arm.pairs, desc="replaying what was served", unit="reply", mininterval=1):
         sample = proof.prove(model, question.ids, reply.output_ids, draft.cfg.aux_layers).sample
         finish = "eos" if reply.finish_reason == "stop" else "limit"
         predicted.append(len(proof.replay(*proof.teacher_forced(draft, sample, steps), len(question.ids) + 1, finish)))
@@ -157,7 +168,7 @@ def _causes(results: Results, serving: Serving, exported: Exported, draft: Draft
     errors = [p for p in exported.problems if p.fatal]
     ids = draftcheck.read_config(exported.folder)["eagle_config"][draftcheck.AUX_IDS]
     loop = {(o.question.set, o.question.id): o.reply.tokens for o in results.outcomes}
-    same = [loop.get((q.set, q.id)) == r.output_ids for q, r in zip(arm.questions, arm.replies, strict=True)]
+    same = [loop.get((q.set, q.id)) == r.output_ids for q, r in arm.pairs]
     outside = [_outside(draft, [r.output_ids for r in arm.replies]), _outside(draft, [o.reply.tokens for o in results.outcomes])]
     return [
         Cause("draft computes something else in the server", "served text replayed through the trained draft: verify steps served / predicted",

@@ -14,19 +14,16 @@ Legend: K draft steps, M rows of a reply (one less than its tokens), A captured 
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from eagle3lib import acceptance, curves, draftcheck, export, proof, speculate, targets
-from eagle3lib.acceptance import Acceptance, Shape
+from eagle3lib.acceptance import Shape
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
 from eagle3lib.draft import Draft
@@ -35,116 +32,18 @@ from eagle3lib.errors import Eagle3Error
 from eagle3lib.export import RoundTrip
 from eagle3lib.loss import joint_hits
 from eagle3lib.prepared import ABOUT, FOLDER
-from eagle3lib.preview import View
-from eagle3lib.proof import Mismatch
-from eagle3lib.questions import Asked, Question, follow, room
+from eagle3lib.questions import Asked, Question, follow, room, talks, trained_tail
+from eagle3lib.results import ALL, Outcome, Results, Variant
 from eagle3lib.runs import read_json
 from eagle3lib.speculate import Reply, Times
 from eagle3lib.store import Sample
-from eagle3lib.tables import table
 
-ALL = "all"
 BATCH = 16  # prompts in lockstep: weights are read once for all (SmolLM2, one core: verifying 12 took 2.6 times what one takes)
 PREFILL = 4096  # tokens of a batch's prompts, padded: transformers keeps every layer's states of them for a moment
 ROUND_TRIP = 1e-5  # of the logits' own size, in float32
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One reply: what the loop did, what the proof and the teacher-forced draft say about it."""
-
-    question: Question
-    reply: Reply
-    mismatch: Mismatch | None
-    smallest_margin: float  # nats
-    hits: list[int]  # [K] rows whose chain survives through each position, teacher-forced
-    tried: list[int]  # [K] rows supervised at each position
-    replayed: bool  # the teacher-forced hits predict exactly the measured rounds
-
-
-class Figure(NamedTuple):
-    measured: Acceptance
-    simulated: Acceptance
-
-
-@dataclass
-class Results:
-    steps: int
-    seed: int
-    outcomes: list[Outcome]
-    times: Times
-    witness: Sample  # prompt, reply and hidden states of one question, for the round trip of the export
-
-    @property
-    def shape(self) -> Shape:
-        return Shape(self.steps)
-
-    @property
-    def questions(self) -> list[Question]:
-        """All that were asked, later turns behind the target's own replies included."""
-        return [o.question for o in self.outcomes]
-
-    @cached_property
-    def figures(self) -> dict[str, Figure]:
-        """Per set in the order asked, then "all": every prompt of every set."""
-        groups: dict[str, list[Outcome]] = {}
-        for outcome in self.outcomes:
-            groups.setdefault(outcome.question.set, []).append(outcome)
-        return {name: self._figure(group) for name, group in {**groups, ALL: self.outcomes}.items()}
-
-    def _figure(self, group: list[Outcome]) -> Figure:
-        measured = acceptance.measured([o.reply.rounds for o in group], self.steps, seed=self.seed)
-        hits_PK, tried_PK = (np.array([getattr(o, name) for o in group]) for name in ("hits", "tried"))
-        return Figure(measured, acceptance.from_counts(hits_PK, tried_PK, seed=self.seed))
-
-    @property
-    def lossless(self) -> bool:
-        return all(o.mismatch is None for o in self.outcomes)
-
-    @property
-    def verdict(self) -> tuple[str, str]:
-        """("useful" | "unclear" | "useless", one sentence), over all sets."""
-        return acceptance.verdict(self.figures[ALL].measured)
-
-    def bars(self) -> dict[str, dict[str, float]]:
-        """What plots.acceptance_bars draws, a set each."""
-        return {name: {"measured": f.measured.length, "low": f.measured.low, "high": f.measured.high, "simulated": f.simulated.length,
-                       "rounds": f.measured.rounds} for name, f in self.figures.items() if name != ALL}
-
-    def survival(self) -> dict[str, list[float]]:
-        """What plots.survival draws: measured survival at positions 1..K, a set each."""
-        return {name: f.measured.survival for name, f in self.figures.items() if name != ALL}
-
-    def survival_intervals(self) -> dict[str, tuple[list[float], list[float]]]:
-        """(low, high) of `survival`, 95 % over prompts."""
-        return {name: (f.measured.survival_low, f.measured.survival_high) for name, f in self.figures.items() if name != ALL}
-
-    def by_context(self, edges: Sequence[int] = (64, 128, 256, 512, 1024, 2048)) -> dict[str, Acceptance]:
-        """Measured acceptance by the number of tokens known before the round."""
-        return acceptance.by_context([o.reply.rounds for o in self.outcomes], self.steps, edges, seed=self.seed)
-
-    def table(self) -> View:
-        """Measured and simulated acceptance length a set, with 95 % intervals, rounds and survival."""
-        head = ["set", "prompts", "rounds", "measured", "simulated", "rate", *(f"pos {k + 1}" for k in range(self.steps))]
-        rows = [[name, str(m.prompts), f"{m.rounds:,}", str(m), str(s), f"{m.rate:.0%}", *(f"{x:.0%}" for x in m.survival)]
-                for name, (m, s) in self.figures.items()]
-        return table(head, rows)
-
-    def metrics(self) -> dict[str, Any]:
-        """The numbers for `stage.finish`."""
-        m, s = self.figures[ALL]
-        lengths = {f"acceptance_length_measured_{name}": f.measured.length for name, f in self.figures.items() if name != ALL}
-        return {
-            "acceptance_length_measured": m.length, "acceptance_length_low": m.low, "acceptance_length_high": m.high,
-            "acceptance_length_simulated": s.length, "acceptance_rate": m.rate, **lengths, "survival": m.survival,
-            "prompts": m.prompts, "rounds": m.rounds, "rounds_cut": m.censored, "draft_steps": self.steps, "lossless": self.lossless,
-            "smallest_margin": min(o.smallest_margin for o in self.outcomes), "loop_tokens_per_s": self.times.tokens_per_s,
-            "loop_efficiency": self.times.efficiency, "draft_ms": 1e3 * self.times.draft / max(self.times.forwards, 1),
-            "verify_ms": 1e3 * self.times.verify / max(self.times.forwards, 1), "verdict": self.verdict[0],
-        }  # fmt: skip
 
 
 def device(name: str = "auto") -> str:
@@ -154,7 +53,7 @@ def device(name: str = "auto") -> str:
 
 def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, steps: int, max_new_tokens: int, seed: int = 0,
             batch: int = BATCH) -> Results:
-    """Answer every question by draft-and-verify and prove each reply; `model` is the target, in float32 to be lossless.
+    """Answer every question by drafting chains of `steps`, and prove each reply; `model` is the target, in float32 to be lossless.
 
     Questions of like length go together. A question's later turns are asked once its reply is there. Shows progress
     and time left. `seed` draws the bootstrap. Raises Eagle3Error when there is no question.
@@ -182,10 +81,39 @@ def measure(model: torch.nn.Module, draft: Draft, asked: Asked, chat: Chat, *, s
             bar.set_postfix_str(f"acceptance length {so_far.length:.2f}", refresh=False)
     places = {id(q): n for n, q in enumerate(asked.questions)}
     outcomes.sort(key=lambda o: places.get(id(o.question), len(places)))
-    return Results(steps, seed, outcomes, times, samples[0])
+    return Results(Shape(steps), seed, outcomes, times, samples[0])
 
 
-def _group(waiting: list[Question], batch: int) -> int:
+def vary(model: torch.nn.Module, draft: Draft, results: Results, chat: Chat, *, max_new_tokens: int, shape: Shape | None = None,
+         temperature: float = 0.0, batch: int = BATCH) -> None:
+    """Answer the same questions with another `shape`, or at a `temperature`, and keep the figures in `results.variants`.
+
+    The measured shape at temperature 0 again is no variant, and nothing happens.
+    """
+    shape = shape or results.shape
+    if (shape, temperature) == (results.shape, 0.0):
+        return
+    waiting, times = sorted(results.outcomes, key=lambda o: len(o.question.ids)), Times()
+    found: list[tuple[Outcome, Reply]] = []
+    label = f"{shape}, temperature {temperature:g}"
+    with tqdm(total=len(waiting), desc=label, unit="reply", mininterval=1) as bar:
+        while waiting:
+            size = _group([o.question for o in waiting], batch)
+            group, waiting = waiting[:size], waiting[size:]
+            replies, spent = speculate.generate(model, draft, [o.question.ids for o in group], shape=shape, max_new_tokens=max_new_tokens,
+                                                ends=set(chat.stop_ids), temperature=temperature, seed=results.seed + len(waiting))
+            times.add(spent)
+            found += zip(group, replies, strict=True)
+            bar.update(size)
+    figures = {}
+    for name in results.figures:
+        grouped = talks((o.question, r.rounds) for o, r in found if name in (ALL, o.question.set))
+        figures[name] = acceptance.measured([sum(talk, []) for talk in grouped], shape.steps, seed=results.seed)
+    differing = [f"{o.question.set} {o.question.id}" for o, r in found if not temperature and r.tokens != o.reply.tokens]
+    results.variants.append(Variant(shape, temperature, figures, differing, times))
+
+
+def _group(waiting: Sequence[Question], batch: int) -> int:
     """How many of the waiting questions go together: at most `batch`, and at most PREFILL padded tokens."""
     size = 1
     while size < min(batch, len(waiting)) and (size + 1) * max(len(q.ids) for q in waiting[: size + 1]) <= PREFILL:
@@ -196,10 +124,10 @@ def _group(waiting: list[Question], batch: int) -> int:
 def _prove(model: torch.nn.Module, draft: Draft, question: Question, reply: Reply, steps: int) -> tuple[Outcome, Sample]:
     proved = proof.prove(model, question.ids, reply.tokens, draft.cfg.aux_layers)
     hits, known = proof.teacher_forced(draft, proved.sample, steps)
-    seen = [r._replace(beyond=0) for r in reply.rounds]  # the proof ends where the reply does
-    replayed = proof.replay(hits, known, len(question.ids) + 1, reply.finish) == seen
+    parted = proof.parting(reply.rounds, proof.replay(hits, known, len(question.ids) + 1, reply.finish))
+    margin = proof.draft_margin(draft, proved.sample, *parted) if parted else None
     counts = joint_hits(hits, known).sum(0).tolist(), known.sum(0).tolist()
-    return Outcome(question, reply, proved.mismatch, proved.smallest_margin, *counts, replayed), proved.sample
+    return Outcome(question, reply, proved.mismatch, proved.smallest_margin, *counts, parted is None, margin), proved.sample
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
@@ -214,19 +142,32 @@ def check(checks: Checks, results: Results) -> None:
                "a loop whose tokens are not the target's own: its acceptance length would be that of another model",
                "A near-tie is rounding: two kernels order all but equal logits differently. Take another seed or machine, and say so."
                if tie else "Acceptance, cache or positions are wrong in eagle3lib.verifier: do not use this figure.")
+    for variant in results.variants:
+        if not variant.temperature:
+            checks.add(f"lossless, {variant.shape}", not variant.differing, f"{len(variant.differing)} of {len(results.outcomes)} replies differ"
+                       + f": {', '.join(variant.differing[:3])}" * bool(variant.differing), 0, "a tree that lets the draft's own tokens through",
+                       "The chain's replies are proved; if its smallest margin is a near-tie, take another seed or machine, and say so.")
+    _check_replay(checks, results)
+
+
+def _check_replay(checks: Checks, results: Results) -> None:
     odd = [o for o in results.outcomes if not o.replayed]
-    first = f"; first: {odd[0].question.set} {odd[0].question.id}" if odd else ""
-    checks.add("replay equals measured", not odd, f"{len(odd)} of {len(results.outcomes)} replies{first}", 0,
+    real = [o for o in odd if o.replay_margin is None or o.replay_margin >= proof.NEAR_TIE]
+    first = f"; first: {real[0].question.set} {real[0].question.id}, where the draft is sure by {real[0].replay_margin} nats" if real else ""
+    ties = f"; {len(odd) - len(real)} more part at a near-tie of the draft's two best tokens" if len(odd) > len(real) else ""
+    checks.add("replay equals measured", not real, f"{len(real)} of {len(results.outcomes)} replies{first}{ties}", 0,
                "a draft that sees other states, tokens or positions when serving than in training",
-               "Compare the rows of eagle3lib.drafter with eagle3lib.ttt for the question named; one alone may be a near-tie.")
+               "Compare the rows of eagle3lib.drafter with eagle3lib.ttt for the question named.")
 
 
 def check_prompts(checks: Checks, chat: Chat, run: Path) -> None:
-    """Add "prompts as in training": the same tokenizer, template and options as the prepared rows of this run."""
+    """Add "prompts as in training": the same tokenizer, template and options as the prepared rows of this run, and the same end."""
     trained = read_json(Path(run) / FOLDER / ABOUT).get("fingerprint", {})
     names = [n for n in sorted({*trained, *chat.fingerprint}) if trained.get(n) != chat.fingerprint.get(n)]
-    found = "; ".join(f"{n}: trained with {trained.get(n)}, now {chat.fingerprint.get(n)}" for n in names)
-    checks.add("prompts as in training", not names, found or "same target, tokenizer, template, options", "the same",
+    tails = [chat.tokenizer.decode(ids) for ids in (trained_tail(run, len(chat.generation_prompt)), chat.generation_prompt)]
+    found = [f"{n}: trained with {trained.get(n)}, now {chat.fingerprint.get(n)}" for n in names]
+    shown = f"prompts end in {tails[0]!r} in training and in {tails[1]!r} here"
+    checks.add("prompts as in training", not names and tails[0] == tails[1], "; ".join([*found, shown]), "the same",
                "a draft measured on prompts of another kind than it was trained on",
                "Evaluate with the target and template options that 01_prepare used, or prepare again.")
 
@@ -286,31 +227,3 @@ def _card_figures(results: Results) -> dict[str, Any]:
     figures = {f"acceptance length, {name}": f"{f.measured} ({f.measured.rounds:,} rounds; simulated {f.simulated.length:.2f})"
                for name, f in results.figures.items()}
     return {"draft steps (chain)": results.steps, **figures}
-
-
-# Showing -------------------------------------------------------------------------------------------------------------
-
-
-_MARK = "background:#cfe6f5;border-bottom:3px solid #0072B2"
-
-
-def example(outcome: Outcome, decode: Callable[[list[int]], str]) -> View:
-    """One reply with the drafted tokens marked: they came without a target forward of their own."""
-    tokens, at = outcome.reply.tokens, 1
-    pieces = [(False, decode(tokens[:1]))]
-    for r in outcome.reply.rounds:
-        pieces += [(True, decode(tokens[at : at + r.accepted]))] if r.accepted else []
-        pieces.append((False, decode(tokens[at + r.accepted : at + r.accepted + 1])))
-        at += r.accepted + 1
-    drafted = sum(r.accepted for r in outcome.reply.rounds)
-    head = (f"{outcome.question.set} {outcome.question.id}: {drafted} of {len(tokens)} tokens were drafted, "
-            f"{len(outcome.reply.rounds)} target forwards instead of {len(tokens) - 1}")
-    text = head + "\n" + "".join(f"\u27e6{piece}\u27e7" if mark else piece for mark, piece in pieces)
-    spans = "".join(f"<span style='{_MARK}'>{html.escape(piece)}</span>" if mark else html.escape(piece) for mark, piece in pieces)
-    box = "white-space:pre-wrap;word-break:break-word;font-family:monospace;border:1px solid #bbb;padding:0.6em"
-    return View(text, f"<p>{html.escape(head)}</p><div style='{box}'>{spans}</div>")
-
-
-def drafted(outcome: Outcome) -> int:
-    """Tokens of a reply that the draft proposed and the target kept."""
-    return sum(r.accepted for r in outcome.reply.rounds)

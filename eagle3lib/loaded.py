@@ -29,10 +29,11 @@ def expected(folder: Path, dtype: str) -> dict[str, str]:
     """Hash of every parameter that a server of this `dtype` must hold, by the server's name for it."""
     tensors = {name.replace("midlayer.", "layers.0."): t for name, t in load_file(Path(folder) / WEIGHTS).items() if name not in ("d2t", "t2d")}
     held = {name: t.to(DTYPES[dtype]) for name, t in tensors.items()}
-    for stacked, parts in STACKED.items():
-        names = [f"layers.0.{part}" for part in parts]
-        if all(name in held for name in names):
-            held[f"layers.0.{stacked}"] = torch.cat([held.pop(name) for name in names])
+    for layer in {name[: name.index(".", 7)] for name in held if name.startswith("layers.")}:
+        for stacked, parts in STACKED.items():
+            names = [f"{layer}.{part}" for part in parts]
+            if all(name in held for name in names):
+                held[f"{layer}.{stacked}"] = torch.cat([held.pop(name) for name in names])
     head = held.pop("lm_head.weight", None)
     hashes = {f"draft.model.{name}": tensor_hash(t) for name, t in held.items()}
     if head is not None:

@@ -200,10 +200,10 @@ def cosines(by_pair: Mapping[str, Sequence[float]]) -> None:
 # evaluate ----------------------------------------------------------------------------------------------------------
 
 
-def acceptance_bars(sets: Mapping[str, Mapping[str, Any]], steps: int) -> None:
-    """Measured acceptance length a set with its 95 % interval, the simulated figure beside it, baseline 1.0.
+def acceptance_bars(sets: Mapping[str, Mapping[str, Any]], shape: str) -> None:
+    """Measured acceptance length a set with its 95 % interval, the simulated and the served figure beside it, baseline 1.0.
 
-    sets[name]: measured, low, high, simulated, rounds.
+    sets[name]: measured, low, high, simulated, rounds, and where it was served: served, served_low, served_high.
     """
     fig, (ax,) = figure()
     names = list(sets)
@@ -212,17 +212,23 @@ def acceptance_bars(sets: Mapping[str, Mapping[str, Any]], steps: int) -> None:
     spread = np.array([[sets[n]["measured"] - sets[n]["low"], sets[n]["high"] - sets[n]["measured"]] for n in names]).T
     ax.bar(x, measured, 0.55, color=BLUE, yerr=np.maximum(spread, 0), capsize=4, label="measured (95 % interval)")
     ax.plot(x, [sets[n]["simulated"] for n in names], "D", color=ORANGE, markeredgecolor=BLACK, label="simulated (teacher-forced, joint)")
+    if served := [(i, sets[n]) for i, n in enumerate(names) if "served" in sets[n]]:
+        reach = np.array([[max(s["served"] - s["served_low"], 0), max(s["served_high"] - s["served"], 0)] for _, s in served]).T
+        ax.errorbar([i + 0.18 for i, _ in served], [s["served"] for _, s in served], yerr=reach, color=VERMILION, marker="s", linestyle="",
+                    capsize=4, label="served by SGLang")
     for i in range(len(names)):
         ax.annotate(f"{measured[i]:.2f}", (x[i] - 0.24, 0.04), color="white", fontweight="bold")
     ax.axhline(1.0, color=BLACK, linestyle="--", linewidth=1)
     ax.annotate("1.0: no draft", (len(names) - 0.5, 1.0), ha="right", va="bottom")
     ax.set_xticks(x, [f"{n}\n{sets[n]['rounds']:,} rounds" for n in names])
-    ax.set(xlabel="evaluation set", ylabel="acceptance length [tokens a round]", ylim=(0, max(steps / 2, float(np.max(measured + spread[1])) * 1.25)))
+    top = max([*(measured + spread[1]), *(s["served_high"] for _, s in served)])
+    ax.set(xlabel="evaluation set", ylabel="acceptance length [tokens a round]", ylim=(0, max(2.0, top * 1.3)))
     best = max(names, key=lambda n: sets[n]["measured"])
-    text = f"{measured.mean():.2f} tokens a target forward on average, {sets[best]['measured']:.2f} on {best} (chain of {steps})"
+    text = f"{measured.mean():.2f} tokens a target forward on average, {sets[best]['measured']:.2f} on {best} ({shape})"
     title(ax, text)
-    ax.legend(loc="upper right")
-    each = (f"{n}: measured {s['measured']:.2f} ({s['low']:.2f} to {s['high']:.2f}), simulated {s['simulated']:.2f}" for n, s in sets.items())
+    ax.legend(loc="upper right", ncols=3, fontsize=8)
+    each = (f"{n}: measured {s['measured']:.2f} ({s['low']:.2f} to {s['high']:.2f}), simulated {s['simulated']:.2f}"
+            + (f", served {s['served']:.2f}" if "served" in s else "") for n, s in sets.items())
     show(fig, f"Acceptance length by set. {text}. {'; '.join(each)}.")
 
 
@@ -241,3 +247,20 @@ def survival(sets: Mapping[str, Sequence[float]], intervals: Mapping[str, tuple[
     ax.legend()
     show(fig, "Share of rounds accepted up to each draft position: " + "; ".join(
         f"{n}: " + ", ".join(f"{v:.0%}" for v in values) for n, values in sets.items()) + ".")
+
+
+def acceptance_by_length(contexts: Mapping[str, Any], replies: Mapping[str, Any], shape: str) -> None:
+    """Measured acceptance with its 95 % interval in buckets of context length and of reply length; values: acceptance.Acceptance."""
+    fig, axes = figure(2)
+    for ax, found, what in zip(axes, (contexts, replies), ("context of a round", "whole reply"), strict=True):
+        x, lengths = np.arange(len(found)), np.array([f.length for f in found.values()])
+        spread = np.array([[f.length - f.low, f.high - f.length] for f in found.values()]).T
+        ax.errorbar(x, lengths, yerr=np.maximum(spread, 0), color=BLUE, marker="o", capsize=4, linestyle="")
+        ax.axhline(1.0, color=BLACK, linestyle="--", linewidth=1)
+        ax.set_xticks(x, [f"{name}\n{f.rounds:,} rounds" for name, f in found.items()], fontsize=8)
+        ax.set(xlabel=f"{what} [tokens]", ylabel=f"acceptance length ({shape})", ylim=(0.9, None))
+        first, last = list(found)[0], list(found)[-1]
+        title(ax, f"By {what}: {found[first].length:.2f} at {first}, {found[last].length:.2f} at {last}" if len(found) > 1 else
+              f"By {what}: all at {first}, {found[first].length:.2f}")
+    each = "; ".join(f"{n}: {f.length:.2f} ({f.low:.2f} to {f.high:.2f})" for found in (contexts, replies) for n, f in found.items())
+    show(fig, f"Measured acceptance length by context and by reply length, {shape}. {each}.")

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from eagle3lib.acceptance import Round
-from eagle3lib.batches import document
+from eagle3lib.batches import document, pack
 from eagle3lib.draft import Draft
 from eagle3lib.loss import simulate
 from eagle3lib.store import Sample, sample_id
+from eagle3lib.ttt import unroll
 from eagle3lib.verifier import states
 
 NEAR_TIE = 1e-3  # nats; logits closer than this may swap between two float32 kernels
@@ -72,7 +73,7 @@ def prove(target: torch.nn.Module, prompt: list[int], reply: list[int], layers: 
 @torch.inference_mode()
 def teacher_forced(draft: Draft, sample: Sample, steps: int) -> tuple[Tensor, Tensor]:
     """(hits, known), bool [M, K], over the rows of a proven reply; M is one less than its tokens (see loss.simulate)."""
-    batch = document(sample)
+    batch = pack([document(sample)])
     if not len(batch):
         return torch.zeros(0, steps, dtype=torch.bool), torch.zeros(0, steps, dtype=torch.bool)
     batch.greedy = sample.input_ids[batch.row + 2]  # proven: the next token is the target's own choice
@@ -94,3 +95,20 @@ def replay(hits: Tensor, known: Tensor, context: int, finish: str) -> list[Round
         rounds.append(Round(context + m, min(accepted_M[m], left - 1), ends))
         m += accepted_M[m] + 1
     return rounds
+
+
+def parting(measured: Sequence[Round], predicted: Sequence[Round]) -> tuple[int, int] | None:
+    """(row of the reply, draft position) at which two accounts of the same reply first part; None when they do not."""
+    for a, b in zip(measured, predicted, strict=False):
+        if a._replace(beyond=0) != b:
+            return a.context - measured[0].context, min(a.accepted, b.accepted)
+    return None if len(measured) == len(predicted) else (0, 0)
+
+
+@torch.inference_mode()
+def draft_margin(draft: Draft, sample: Sample, row: int, position: int) -> float:
+    """Nats between the draft's two best tokens at a row of the reply, `position` steps on, teacher-forced."""
+    batch = pack([document(sample)]).to(draft.fc.weight.device)
+    *_, out = unroll(draft, batch, position + 1)
+    best, second = draft.logits(out[row]).topk(2).values.tolist()
+    return best - second

@@ -105,9 +105,8 @@ class Verifier:
         q_BRV = torch.cat([q_BNV, torch.zeros_like(q_BNV[:, :1])], dim=1)  # behind the last draft nothing was proposed
         at_B1V = accepted_B1[:, :, None].expand(-1, -1, p_BRV.shape[2])
         p_BV, q_BV = p_BRV.gather(1, at_B1V)[:, 0], q_BRV.gather(1, at_B1V)[:, 0]
-        rest_BV = (p_BV - q_BV).clamp(min=0)
-        rest_BV = torch.where(rest_BV.sum(1, keepdim=True) > 0, rest_BV, p_BV)  # p = q to the bit: then a rejection cannot happen
-        own_BR = torch.cat([ids_BR[:, 1:], ids_BR[:, :1]], dim=1).scatter(1, accepted_B1, sample(rest_BV, self.generator)[:, None])
+        own_B = sample(residual(p_BV, q_BV), self.generator)
+        own_BR = torch.cat([ids_BR[:, 1:], ids_BR[:, :1]], dim=1).scatter(1, accepted_B1, own_B[:, None])
         return own_BR, torch.cat([torch.ones_like(stays_BN[:, :1]), stays_BN], dim=1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -130,6 +129,12 @@ class Verifier:
             cached: Any = layer
             index = order_BS[:, None, :, None].expand(-1, cached.keys.shape[1], -1, cached.keys.shape[3])
             cached.keys, cached.values = cached.keys.gather(2, index), cached.values.gather(2, index)
+
+
+def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """What a token behind a rejected draft is drawn from: the share of p that drafts drawn from q cannot have brought. Not normalised."""
+    rest_BV = (p_BV - q_BV).clamp(min=0)
+    return torch.where(rest_BV.sum(1, keepdim=True) > 0, rest_BV, p_BV)  # p = q to the bit: nothing is rejected then
 
 
 def sample(probs_BV: Tensor, generator: torch.Generator | None) -> Tensor:

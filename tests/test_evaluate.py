@@ -7,32 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import talking
 import torch
+from test_questions import prepared_run
 from toys import greedy, new_draft
 
-from eagle3lib import acceptance, draftcheck, evalsets, evaluate, plots, proof, questions, runs, targets
-from eagle3lib.acceptance import Round
+from eagle3lib import acceptance, draftcheck, evaluate, plots, proof, questions, runs, targets
+from eagle3lib import results as results_module
+from eagle3lib.acceptance import Round, Shape
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
-from eagle3lib.errors import Eagle3Error, ParamError
-from eagle3lib.evalsets import EvalPrompt
-from eagle3lib.evaluate import Outcome
+from eagle3lib.errors import Eagle3Error
 from eagle3lib.proof import Mismatch
 from eagle3lib.questions import Question
+from eagle3lib.results import Outcome, Results
 from eagle3lib.speculate import Reply, Times
 
 STEPS = 3
-PROMPTS = {
-    "short": [EvalPrompt(f"s{i}", [f"question {i}, {'please ' * (i % 3)}?"]) for i in range(6)],
-    "talks": [EvalPrompt(f"t{i}", [f"first {i}", f"second {i}"]) for i in range(3)],
-    "odd": [EvalPrompt("control", ["say <|im_end|> twice"]), EvalPrompt("long", ["x" * 3000]), EvalPrompt("fine", ["hello"])],
-    "bad": [EvalPrompt("control", ["say <|im_end|> twice"])],
-}
-
-
 @pytest.fixture(autouse=True)
 def sets(monkeypatch):
-    monkeypatch.setattr(evalsets, "load", lambda name: PROMPTS[name])
+    talking.packaged(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -59,51 +53,9 @@ def draft(tiny):
 @pytest.fixture(scope="module")
 def results(model, draft, chat):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evalsets, "load", lambda name: PROMPTS[name])
+        talking.packaged(patch)
         asked = questions.choose(["short", "talks"], 3, chat, room=500, turns=2)
     return evaluate.measure(model, draft, asked, chat, steps=STEPS, max_new_tokens=8, batch=4)
-
-
-# Questions -----------------------------------------------------------------------------------------------------------
-
-
-def test_questions_are_the_prompts_as_the_server_sees_them(chat):
-    asked = questions.choose(["short"], 6, chat, room=500)
-    assert sorted(q.id for q in asked.questions) == [p.id for p in PROMPTS["short"]]
-    for q in asked.questions:
-        text = PROMPTS["short"][int(q.id[1:])].turns[0]
-        assert q.ids == chat.prompt_ids([{"role": "user", "content": text}]) and q.later == ()
-
-
-def test_the_choice_depends_on_the_seed_alone(chat):
-    ids = [[q.id for q in questions.choose(["short", "talks"], 2, chat, room=500, seed=s).questions] for s in (0, 0, 1, 2, 3)]
-    assert ids[0] == ids[1] and len({tuple(i) for i in ids}) > 1
-    assert [i[0] for i in ids[0]] == ["s", "s", "t", "t"]
-
-
-def test_prompts_that_cannot_be_asked_are_replaced_and_counted(chat):
-    asked = questions.choose(["odd"], 3, chat, room=500)
-    assert [q.id for q in asked.questions] == ["fine"]
-    assert asked.dropped == {"control token in text": 1, "prompt longer than the context allows": 1}
-    assert "1 of odd" in repr(asked) and "left out" in repr(asked)
-
-
-def test_a_set_with_nothing_to_ask_and_impossible_counts_are_errors(chat):
-    with pytest.raises(Eagle3Error, match="set bad: none of its 1 prompts.*control token"):
-        questions.choose(["bad"], 1, chat, room=500)
-    with pytest.raises(ParamError, match="eval_prompts is 0"):
-        questions.choose(["short"], 0, chat, room=500)
-
-
-def test_the_real_sets_can_be_asked(chat, monkeypatch):
-    monkeypatch.undo()
-    asked = questions.choose(["mtbench", "humaneval", "gsm8k"], 2, chat, room=1800, turns=2)
-    assert [q.set for q in asked.questions] == ["mtbench"] * 2 + ["humaneval"] * 2 + ["gsm8k"] * 2
-    assert [len(q.later) for q in asked.questions] == [1, 1, 0, 0, 0, 0]
-
-
-def test_room_is_what_the_context_leaves(model):
-    assert questions.room(model, 48, 5) == 2048 - 53
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
@@ -134,6 +86,39 @@ def test_figures_pool_counts_by_set_and_overall(results):
     assert results.figures["all"].simulated.rounds == sum(len(o.reply.tokens) - 1 for o in results.outcomes)
 
 
+def test_turns_of_a_conversation_are_drawn_together(results):
+    """Intervals are over conversations: six replies of three talks are three draws, not six."""
+    assert results.figures["talks"].measured.prompts == results.figures["talks"].simulated.prompts == 3
+    assert results.figures["all"].measured.prompts == 6
+
+
+def test_every_round_is_in_one_bucket_of_context_and_of_reply_length(results):
+    for found in (results.by_context((20, 40)), results.by_reply((3, 8))):
+        assert sum(b.rounds for b in found.values()) == results.figures["all"].measured.rounds
+    lengths = {len(o.reply.tokens) for o in results.outcomes}
+    assert set(results.by_reply((3, 8))) == {"0-2" if n < 3 else "3-7" if n < 8 else "8+" for n in lengths}
+    assert "context of" in repr(results.lengths()) and "reply of" in repr(results.lengths())
+
+
+def test_the_same_questions_with_a_tree_and_sampled(model, draft, chat, results):
+    results = replace(results, variants=[])
+    evaluate.vary(model, draft, results, chat, max_new_tokens=8)  # nothing new
+    assert results.variants == []
+    evaluate.vary(model, draft, results, chat, max_new_tokens=8, shape=Shape(STEPS, 2, 6), batch=4)
+    evaluate.vary(model, draft, results, chat, max_new_tokens=8, temperature=1.0, batch=4)
+    tree, sampled = results.variants
+    assert tree.differing == [] and tree.label == "tree of depth 3, top-2, 6 tokens" and sampled.label == "chain of 3 at temperature 1"
+    assert list(tree.figures) == list(sampled.figures) == list(results.figures)
+    assert tree.figures["all"].prompts == 6 and tree.figures["all"].length >= results.figures["all"].measured.length
+    assert results.metrics()["acceptance_length_tree"] == tree.figures["all"].length
+    assert tree.label in repr(results.table()) and sampled.label in repr(results.table())
+    checks = checked(evaluate.check, results)
+    assert checks["lossless, tree of depth 3, top-2, 6 tokens"].passed and len(checks) == 3
+    spoilt = replace(results, variants=[replace(tree, differing=["short s1"])])
+    check = checked(evaluate.check, spoilt)["lossless, tree of depth 3, top-2, 6 tokens"]
+    assert not check.passed and "short s1" in check.measured
+
+
 def test_simulated_counts_are_the_joint_hits_of_all_rows(results, draft, model):
     for o in results.outcomes[:3]:
         proved = proof.prove(model, o.question.ids, o.reply.tokens, draft.cfg.aux_layers)
@@ -144,7 +129,7 @@ def test_simulated_counts_are_the_joint_hits_of_all_rows(results, draft, model):
 
 
 def test_replies_stop_at_the_stop_ids_of_the_chat(model, draft, tiny, chat):
-    asked = questions.choose(["short"], 2, chat, room=500)
+    asked = questions.choose(["short"], 2, chat, room=500, turns=1)
     whole = [greedy(model, q.ids, 8) for q in asked.questions]
     stopping = Chat(targets.load_tokenizer(tiny), stop_ids=[whole[0][4]])
     found = evaluate.measure(model, draft, asked, stopping, steps=STEPS, max_new_tokens=8)
@@ -178,9 +163,10 @@ def test_shown_and_written_numbers_agree(results):
 def test_plots_take_what_results_give(results, monkeypatch):
     shown = []
     monkeypatch.setattr(plots, "show", lambda fig, alt: (shown.append(alt), plots.plt.close(fig)))
-    plots.acceptance_bars(results.bars(), STEPS)
+    plots.acceptance_bars(results.bars(), str(results.shape))
+    plots.acceptance_by_length(results.by_context(), results.by_reply(), str(results.shape))
     plots.survival(results.survival(), results.survival_intervals())
-    assert "short" in shown[0] and "talks" in shown[1]
+    assert "short" in shown[0] and "chain of 3" in shown[1] and "talks" in shown[2]
     assert sum(b.rounds for b in results.by_context().values()) == results.figures["all"].measured.rounds
 
 
@@ -197,7 +183,7 @@ def scripted(accepted, *, mismatch=None, replayed=True, set="a", id="1"):
 
 
 def results_of(*outcomes):
-    return evaluate.Results(STEPS, 0, list(outcomes), Times(total=1.0, forwards=1), None)
+    return Results(Shape(STEPS), 0, list(outcomes), Times(total=1.0, forwards=1), None)
 
 
 def checked(function, *args):
@@ -230,6 +216,14 @@ def test_a_replay_that_differs_fails_and_names_the_question():
     assert not check.passed and "mtbench 81" in check.measured
 
 
+def test_a_replay_that_parts_at_a_near_tie_is_reported_and_passes():
+    tie = replace(scripted([1], replayed=False), replay_margin=2e-5)
+    check = checked(evaluate.check, results_of(scripted([1]), tie))["replay equals measured"]
+    assert check.passed and "1 more part at a near-tie" in check.measured
+    clear = replace(tie, replay_margin=0.3)
+    assert "sure by 0.3 nats" in checked(evaluate.check, results_of(tie, clear))["replay equals measured"].measured
+
+
 @pytest.mark.parametrize(("accepted", "passed", "word"), [([0] * 30, False, "useless"), ([2, 1] * 15, True, "useful")])
 def test_a_useless_draft_is_red(accepted, passed, word):
     found = results_of(*[scripted(accepted, id=str(i)) for i in range(4)])
@@ -242,13 +236,19 @@ def test_a_random_draft_is_judged_useless_or_unclear(results):
 
 
 def test_prompts_rendered_otherwise_than_in_training_fail(chat, tmp_path):
-    folder = tmp_path / "prepared"
-    folder.mkdir()
-    runs.write_json(folder / "prepared.json", {"fingerprint": chat.fingerprint})
+    rows = prepared_run(tmp_path, chat)
     assert checked(evaluate.check_prompts, chat, tmp_path)["prompts as in training"].passed
-    runs.write_json(folder / "prepared.json", {"fingerprint": {**chat.fingerprint, "chat_template": "another"}})
+    runs.write_json(tmp_path / "prepared" / "prepared.json", {"rows_kept": len(rows), "fingerprint": {**chat.fingerprint, "chat_template": "x"}})
     check = checked(evaluate.check_prompts, chat, tmp_path)["prompts as in training"]
-    assert not check.passed and "chat_template: trained with another" in check.measured
+    assert not check.passed and "chat_template: trained with x" in check.measured
+    assert r"prompts end in '<|im_start|>assistant\n' in training and in '<|im_start|>assistant\n' here" in check.measured
+
+
+def test_a_prompt_that_ends_otherwise_than_in_training_shows_both_tails(chat, tmp_path, monkeypatch):
+    prepared_run(tmp_path, chat)
+    monkeypatch.setattr(chat, "generation_prompt", [*chat.generation_prompt, *chat.tokenizer.encode("<think>")])
+    check = checked(evaluate.check_prompts, chat, tmp_path)["prompts as in training"]
+    assert not check.passed and "assistant\\n<think>' here" in check.measured
 
 
 # Export --------------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_a_wrong_export_fails_its_checks(results, draft, tiny, tmp_path):
 
 
 def test_an_example_marks_the_drafted_tokens():
-    view = evaluate.example(scripted([2, 0, 1]), lambda ids: "t" * len(ids) + " ")
+    view = results_module.example(scripted([2, 0, 1]), lambda ids: "t" * len(ids) + " ")
     assert view.text.endswith("t \u27e6tt \u27e7t t \u27e6t \u27e7t ") and "3 of 7 tokens were drafted" in view.text
     assert view.html.count("<span") == 2 and "3 target forwards instead of 6" in view.html
 

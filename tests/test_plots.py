@@ -11,9 +11,10 @@ matplotlib.use("Agg")
 import pytest
 from IPython import display as ipython_display
 
-from eagle3lib import curves, plots
+from eagle3lib import acceptance, curves, plots
 
 HISTORY = [{"step": n, "loss": 10.0 / n, "hits": [0.5, 0.3, None if n % 2 else 0.2]} for n in range(1, 60)]
+FIGURE = acceptance.counted([9, 12], [6, 6], 5)
 BARS = {"a": {"measured": 1.2, "low": 1.1, "high": 1.3, "simulated": 1.25, "rounds": 300},
         "b": {"measured": 1.0, "low": 1.0, "high": 1.0, "simulated": 1.0, "rounds": 3}}
 
@@ -38,7 +39,9 @@ def shown(monkeypatch):
     lambda: plots.parity({"r_2": {1: 0.5, 2: 0.01, 3: 0.4}, "last": {7: 0.9, 8: 0.02}}),
     lambda: plots.cosines({"r_2 and r_4": [0.1, 0.5], "r_4 and last": [0.9, 0.95]}),
     lambda: plots.norm_profile({"r_2": [100.0, 1.0, 1.1, 1.0], "last": [1.0, 1.0, 1.0, 1.0]}),
-    lambda: plots.acceptance_bars(BARS, 5),
+    lambda: plots.acceptance_bars(BARS, "chain of 5"),
+    lambda: plots.acceptance_bars({"a": {**BARS["a"], "served": 1.3, "served_low": 1.2, "served_high": 1.4}, "b": BARS["b"]}, "chain of 5"),
+    lambda: plots.acceptance_by_length({"0-63": FIGURE, "64+": FIGURE}, {"0-16": FIGURE}, "chain of 5"),
     lambda: plots.survival({"a": [0.2, 0.1], "b": [0.0, 0.0]}, {"a": ([0.1, 0.0], [0.3, 0.2]), "b": ([0.0, 0.0], [0.0, 0.0])}),
     lambda: _drawn_live(),
 ])

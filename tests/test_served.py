@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -17,7 +20,7 @@ import torch
 from toys import STEPS, noisy, prompts_of
 
 from eagle3lib import acceptance, agreement, evaluate, export, loaded, questions, served, speculate, targets
-from eagle3lib.acceptance import Round, Shape
+from eagle3lib.acceptance import Shape
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
 from eagle3lib.client import Client, Reply
@@ -81,6 +84,8 @@ class Standin:
         tokens = list(reply.tokens)
         if self.drafting and "accepts anything" in self.faults:
             tokens[0] = (tokens[0] + 1) % 200 + 3
+        if self.drafting and "runs on" in self.faults and reply.finish == "eos" and len(tokens) > 1:
+            return Reply([*tokens, 77, 78], "length", len(prompt), 0, "r", **counts)
         return Reply(tokens, "stop" if reply.finish == "eos" else "length", len(prompt), 0, "r", **counts)
 
     @torch.no_grad()
@@ -93,7 +98,7 @@ def parts(toy, tmp_path_factory):
     """(target, draft, folder of the export, results of the loop)."""
     target, _, draft = toy
     draft, folder = noisy(draft, 0.3), Path(target.config.name_or_path)
-    chat = Chat(targets.load_tokenizer(folder), stop_ids=[5, 90, 130])
+    chat = Chat(targets.load_tokenizer(folder), stop_ids=range(3, 12))
     results = evaluate.measure(target, draft, questions.Asked(asked_questions()), chat, steps=STEPS, max_new_tokens=NEW)
     exported = evaluate.export_draft(draft, tmp_path_factory.mktemp("served") / "draft", folder, results)
     return target, draft, exported, results, chat.stop_ids
@@ -181,6 +186,17 @@ def test_a_draft_that_computes_something_else_is_found_by_the_replay(serve, part
     assert agreed.parted and "LOOK HERE" in repr(agreed.causes())
 
 
+def test_a_draft_that_slows_the_server_down_is_red(serve, parts):
+    target, draft, exported, results, stops = parts
+    serving = serve()
+    for with_draft, passed in ((30.0, False), (5.0, True)):
+        serving.arms = [replace(a, seconds=with_draft if a.drafting else 10.0) for a in serving.arms]
+        check = checked(serving)["served faster than without"]
+        assert check.passed is passed and f"{10 / with_draft:.2f} x at batch 1, {10 / with_draft:.2f} x at batch 4" in check.measured
+        headline = agreement.Agreement(results, serving).headline
+        assert headline.startswith("USEFUL" if passed else "SLOWER THAN NO DRAFT")
+
+
 def test_a_server_that_does_not_speculate_at_all_is_an_error(serve):
     with pytest.raises(Eagle3Error, match="no verify step: the server does not speculate"):
         serve("asleep")
@@ -204,6 +220,29 @@ def test_without_a_gpu_it_says_so(parts):
     (11, "length", 5, 5, 10), (1, "stop", 0, 0, 0), (1, "length", 0, 0, 0)])
 def test_tokens_that_verify_steps_brought(tokens, finish, verify, accepted, emitted):
     assert served.emitted(Reply([1] * tokens, finish, 4, 0, "r", verify_steps=verify, accepted_drafts=accepted)) == emitted
+
+
+def test_tokens_behind_the_end_of_turn_are_cut_and_counted(serve, parts):
+    """SGLang's last step may pass the token limit with an end of turn inside; the reply then goes on to the limit."""
+    long = Reply([7, 8, 5, 9, 9], "length", 4, 0, "r", verify_steps=2, accepted_drafts=3)
+    assert served.cut(long, {5, 6}) == replace(long, output_ids=[7, 8, 5], finish_reason="stop")
+    assert served.cut(long, {6}) is long and served.emitted(served.cut(long, {5})) == 2
+    ended = replace(long, output_ids=[7, 5], finish_reason="stop")
+    assert served.cut(ended, {5}) is ended
+    serving = serve("runs on")
+    assert serving.differences == [] and serving.arm(True, lone=False).overran > 0 and serving.arm(False, lone=False).overran == 0
+    check = checked(serving)["served outputs are the target's"]
+    assert check.passed and "ran on behind their end of turn" in check.measured
+
+
+def test_turns_of_a_conversation_are_one_draw_and_impossible_counts_are_named():
+    replies = [Reply([1] * 9, "stop", 4, 0, "r", verify_steps=4, accepted_drafts=4)] * 4
+    pairs = [(Question("a", name, [5], []), r) for name, r in zip(("81", "81+", "82", "82+"), replies, strict=True)]
+    found = served.figure(pairs, CHAIN)
+    assert (found.prompts, found.rounds, found.length) == (2, 16, 2.0)
+    pairs[2] = (pairs[2][0], Reply([1] * 30, "stop", 4, 0, "r", verify_steps=2, accepted_drafts=4))
+    with pytest.raises(Eagle3Error, match="a 82: 29 tokens in 2 verify steps cannot come from a chain of 4"):
+        served.figure(pairs, CHAIN)
 
 
 def test_the_client_reads_sglangs_counts_and_leaves_them_zero_without():
@@ -268,13 +307,14 @@ def test_a_near_tie_is_a_small_margin(margin, tie):
 
 
 def test_relations_of_two_figures():
-    def figure(length, half):
-        return acceptance.measured([[Round(1, 0)]], 1).__class__(1, 1, 1, length, length - half, length + half, 0.0, [], [], [])
+    def figure(length, half, prompts=9):
+        return acceptance.Acceptance(prompts, 9, 1, length, length - half, length + half, 0.0, [], [], [])
 
     assert agreement.relation(figure(1.2, 0.1), figure(1.25, 0.1)) == agreement.AGREE
     assert agreement.relation(figure(1.2, 0.1), figure(1.35, 0.1)) == agreement.MEET
     assert agreement.relation(figure(1.2, 0.01), figure(1.25, 0.1)) == agreement.MEET
     assert agreement.relation(figure(1.2, 0.1), figure(1.5, 0.1)) == agreement.DIFFER
+    assert agreement.relation(figure(1.2, 0.0, prompts=2), figure(1.5, 0.0)) == agreement.FEW
 
 
 def test_lone_prompts_come_from_all_sets():
@@ -301,3 +341,21 @@ def test_the_real_engine_takes_the_flags(toy, monkeypatch, tmp_path):
     for extra in (served._arguments(8, True), served._arguments(8, False) + served._speculation(folder, Shape(3))):
         with pytest.raises(Eagle3Error, match="far enough"):
             Engine.start(Path(toy[0].config.name_or_path), tmp_path / "run", device="cuda", extra_args=extra)
+
+
+PARSE = """
+import argparse, sys, warnings
+warnings.simplefilter("ignore")
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+args = parser.parse_args(["--model-path", "x", *sys.argv[1:]])
+print(args.cuda_graph_max_bs_decode, args.max_running_requests, args.disable_radix_cache, args.speculative_algorithm, args.speculative_num_steps,
+      args.speculative_eagle_topk, args.speculative_num_draft_tokens)
+"""
+
+
+def test_sglangs_own_parser_understands_the_flags(tmp_path):
+    words = served._arguments(8, True) + served._speculation(tmp_path, Shape(5, 4, 16))
+    done = subprocess.run([sys.executable, "-c", PARSE, *words], capture_output=True, text=True)
+    assert done.stdout.split() == "8 8 True EAGLE3 5 4 16".split(), done.stderr[-2000:]

@@ -294,6 +294,32 @@ def test_replay_by_hand():
     assert proof.replay(hits, known, 10, "eos")[-1] == Round(15, 0, "eos")
 
 
+def test_where_two_accounts_of_a_reply_part():
+    rounds = [Round(10, 1), Round(12, 0), Round(13, 2, "limit", beyond=1)]
+    plain = [r._replace(beyond=0) for r in rounds]
+    assert proof.parting(rounds, plain) is None
+    assert proof.parting(rounds, [Round(10, 1), Round(12, 3), Round(16, 0)]) == (2, 0)
+    assert proof.parting(rounds, [Round(10, 2), *plain[1:]]) == (0, 1)
+
+
+@torch.no_grad()
+def test_the_margin_of_the_drafts_own_choice(toy):
+    """By the folder's independent reader, along the same chain."""
+    target, f, draft = toy
+    draft, text = noisy(draft, 0.3), [5, 9, 30]
+    while len(text) < 12:
+        text.append(int(f[text[-1]]))
+    sample = proof.prove(target, text[:3], text[3:], LAYERS).sample
+    aux = sample.hidden[:, :-1].flatten(1)
+    for row, position in ((0, 0), (4, 0), (2, 3)):
+        ids = text[1 : row + 4]
+        out, past = draft.layer(draft.embed(torch.tensor([ids])), draft.fuse(aux[: row + 3])[None], torch.arange(row + 3)[None])
+        for k in range(position):
+            out, past = draft.layer(draft.embed(torch.tensor([[text[row + 4 + k]]])), out[:, -1:], torch.tensor([[row + 3 + k]]), past)
+        top = draft.logits(out[0, -1]).topk(2).values
+        assert proof.draft_margin(draft, sample, row, position) == pytest.approx(float(top[0] - top[1]), abs=1e-4)
+
+
 def test_a_reply_of_one_token_has_no_rounds(model, tiny):
     proved = proof.prove(model, [5, 6], greedy(model, [5, 6], 1), LAYERS)
     hits, known = proof.teacher_forced(new_draft(tiny), proved.sample, STEPS)
@@ -310,6 +336,16 @@ def test_a_reply_of_one_token_has_no_rounds(model, tiny):
 def test_impossible_requests_are_refused(model, tiny, prompt, changes, message):
     with pytest.raises(Eagle3Error, match=message):
         speculate.generate(model, new_draft(tiny), [prompt], **{"shape": CHAIN, "max_new_tokens": 5, **changes})
+
+
+@pytest.mark.parametrize("shape", [CHAIN, Shape(4, 2, 7)], ids=str)
+def test_a_reply_that_fills_the_context_to_the_last_token(model, tiny, shape):
+    room = 2048 - shape.steps - 9
+    prompts = [prompts_of(1, seed=5, low=room, high=room + 1)[0], [7, 8, 9]]
+    replies, _ = speculate.generate(model, new_draft(tiny), prompts, shape=shape, max_new_tokens=9, ends=set())
+    assert [r.tokens for r in replies] == [greedy(model, p, 9) for p in prompts]
+    with pytest.raises(Eagle3Error, match="context of 2048"):
+        speculate.generate(model, new_draft(tiny), [prompts[0]], shape=shape, max_new_tokens=10, ends=set())
 
 
 def test_layers_that_cannot_take_tokens_back_are_refused(model, tiny, monkeypatch):
