@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from eagle3lib import acceptance, draftcheck, export, proof, speculate, targets
 from eagle3lib.acceptance import Acceptance, Shape
@@ -36,6 +35,7 @@ from eagle3lib.export import RoundTrip
 from eagle3lib.loss import joint_hits
 from eagle3lib.prepared import ABOUT, FOLDER
 from eagle3lib.preview import View
+from eagle3lib.progress import tqdm
 from eagle3lib.proof import Mismatch
 from eagle3lib.questions import Asked, Question, follow, room
 from eagle3lib.runs import read_json

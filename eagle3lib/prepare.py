@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from tqdm import tqdm
 
 from eagle3lib import conversations, prepared, sources
 from eagle3lib.accounting import Accounting
@@ -30,6 +29,7 @@ from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.options import Options
 from eagle3lib.prepared import Prepared, forecast, load_prepared
 from eagle3lib.preview import accounting_table, samples_html
+from eagle3lib.progress import tqdm
 from eagle3lib.records import Item, Loaded, load, nothing_left, refuse_seen
 from eagle3lib.replay import Replay, replay
 from eagle3lib.rows import Draft, Encoded, Row, fit

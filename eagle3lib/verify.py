@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from tqdm import tqdm
 
 from eagle3lib import targets
 from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.progress import tqdm
 from eagle3lib.runs import read_json, write_json
 from eagle3lib.store import Sample, Store, compare
 
@@ -196,7 +196,7 @@ def check_parity(checks: Checks, store: Store, target: Path, rows: int, seed: in
     """
     _require_memory(target)
     model = targets.load_model(target)
-    layers = [*store.manifest["layers"], model.config.get_text_config().num_hidden_layers]
+    layers = [*store.manifest["layers"], targets.text_config(target).num_hidden_layers]
     samples = [store.read(i) for i in _pick(len(store), rows, seed)]
     errors = _layer_errors(model, samples, layers, stream_names(store))
     for (name, by_layer), k in zip(errors.items(), layers, strict=True):
