@@ -34,7 +34,8 @@ ENV_NONCE = "EAGLE3_STAGE_NONCE"  # set by the runner: proves that a record was 
 ENV_RUNS = "EAGLE3_RUNS"  # the folder of all runs, for example on a larger disk
 ENV_NOTEBOOKS = "EAGLE3_NOTEBOOKS"  # the folder of the notebooks, when it is not the repository's
 DISTRIBUTIONS = ("eagle3lib", "torch", "transformers", "sglang", "datasets", "safetensors", "numpy", "papermill")
-SPARED = {"run.json", "engine.json", "params.yaml", "point.yaml", "metrics.json", "report.html"}  # files of a run that are no stage's output
+RESERVE = ".reserve"  # room that the runner keeps while a stage runs
+SPARED = {RESERVE, "run.json", "engine.json", "params.yaml", "point.yaml", "metrics.json", "report.html"}  # files of a run that are no stage's output
 
 
 # ---- paths and files ----

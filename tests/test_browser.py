@@ -5,9 +5,11 @@ Screenshots of both stay in artifacts/ (ignored by git; the first one is in the 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import browser
 import nbformat
 import pytest
+from labs import Lab, prepare_environment
 from tiny import tiny_target
 
 from eagle3lib import openrun, params, runs
@@ -114,3 +117,28 @@ def test_a_failing_check_is_one_red_line(workplace: tuple[browser.Page, Callable
     assert r > 150 > max(g, b), red
     assert "Traceback" not in page.js("document.body.textContent")
     show(page, f"{errors}[0]", "lab-failed-check.png")
+
+
+DRAW = "from eagle3lib import plots\nplots.token_histogram([10, 20, 30], [5, 8, 9])"
+
+
+def test_the_report_opens_offline_and_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a reader gets it: a file, alone in a folder, in a browser."""
+    prepare_environment(monkeypatch)
+    run = Lab(tmp_path / "lab", {"prepare": DRAW, "verify": "1 / 0"}).run(run_id="r").dir
+    page_file = tmp_path / "alone" / "report.html"
+    page_file.parent.mkdir()
+    shutil.copy(run / "report.html", page_file)
+    with browser.browser(tmp_path) as page:
+        page.goto(page_file.as_uri())
+        assert page.js("performance.getEntriesByType('resource').map(r => r.name).filter(n => !n.startsWith('data:'))") == []
+        assert page.js("[...document.images].map(i => [i.naturalWidth > 300, i.alt.length > 20])") == [[True, True]]
+        assert page.js("document.querySelectorAll('details.code').length") >= 3
+        assert page.js("[...document.querySelectorAll('details.code')].every(d => !d.open)")
+        assert page.js("document.documentElement.scrollWidth <= window.innerWidth"), "the page is wider than the window"
+        above = page.js("document.querySelector('.verdict').getBoundingClientRect().bottom")
+        assert above < 400 and "Failed in verify" in page.js("document.querySelector('.verdict').innerText")
+        page.screenshot(ARTIFACTS / "report.png")
+        pdf = base64.b64decode(page.call("Page.printToPDF", printBackground=False)["data"])
+    (ARTIFACTS / "report.pdf").write_bytes(pdf)
+    assert pdf.startswith(b"%PDF") and 1 <= len(re.findall(rb"/Type */Page\b", pdf)) <= 4
