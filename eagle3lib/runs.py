@@ -284,6 +284,7 @@ def begin(stage: str, namespace: Mapping[str, Any]) -> Stage:
     if code := namespace.get("_exit_code"):
         raise Eagle3Error(f"a shell line in this notebook ended with exit code {code}; repair it or take it out")
     values = read_namespace(stage, namespace)
+    redact.remember(values)
     run = run_folder(values.get("run_dir", ""))
     _refuse_when_busy(run)
     discard(run, stage)

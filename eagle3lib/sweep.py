@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from eagle3lib import params, reuse, runs
+from eagle3lib import params, redact, reuse, runs
 from eagle3lib.compare import MEASURE
 from eagle3lib.console import GREEN, RED, Console, duration
 from eagle3lib.errors import ParamError
@@ -94,6 +94,9 @@ def make_points(source: Path, overrides: Mapping[str, Any], folder: Path, base: 
     combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     for values in combinations:
         params.resolve(books, {}, {**fixed, **values})
+    redact.remember(fixed)
+    if (text := params.dump(fixed)) != redact.hide(text):
+        raise ParamError("a sweep writes its parameters to files, and one of them holds a secret: give it by the environment instead")
     points = []
     for number, values in enumerate(combinations, 1):
         where = new_run(base, f"{Path(source).stem}-{number}of{len(combinations)}")
