@@ -19,11 +19,14 @@ from eagle3lib import runs
 from eagle3lib.params import STAGES
 
 KILLED = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"  # what the kernel's memory killer does
+OTHER = SERVER.replace("server.pid", "other.pid")
+# Beside the kill, each stage meets one other end; test_endings has all of them at the first stage.
 ENDS = {
-    "killed": (KILLED, "died", "its kernel died without a Python error", None),
-    "sys.exit(0)": ("import sys\nsys.exit(0)", "failed", "SystemExit: 0", None),
-    "a shell line": ("!exit 3", "failed", "ended with exit code 3", None),
-    "a time-out": ("import time\ntime.sleep(300)", "failed", "ran out of time", 6.0),
+    "prepare": ("raise KeyboardInterrupt", "interrupted", "", None),
+    "extract": ("import time\ntime.sleep(300)", "failed", "ran out of time", 10.0),
+    "verify": ("import sys\nsys.exit(0)", "failed", "SystemExit: 0", None),
+    "train": ("!exit 3", "failed", "ended with exit code 3", None),
+    "evaluate": ("stage.finish(length=float('nan'))", "failed", "evaluate.length is nan", None),
 }
 
 
@@ -37,23 +40,22 @@ def test_every_end_at_every_stage_and_on_again_from_there(finished: Lab, tmp_pat
     lab = copy_of(finished, tmp_path)
     name = (lab.runs / "latest").resolve().name
     n = STAGES.index(stage)
-    for kind, (body, status, says, limit) in ENDS.items():
-        workbook(lab.notebooks, {stage: SERVER + body, **({"extract": SERVER} if stage != "extract" else {})})
+    for body, status, says, limit in ((KILLED, "died", "its kernel died without a Python error", None), ENDS[stage]):
+        workbook(lab.notebooks, {stage: OTHER + body, **({"extract": SERVER} if stage != "extract" else {})})
         result = lab.run({"seed": 3}, run_id=name, stage_timeout_s=limit)
         noted = state(result.dir)
-        assert (result.exit_code, noted[stage]) == (1, status), (kind, lab.text)
+        assert (result.exit_code, noted[stage]) == (130 if status == "interrupted" else 1, status), lab.text
         record = runs.read_record(result.dir, stage)
-        assert record["status"] == status and says in record["error"], (kind, record)
-        assert [noted[s] for s in STAGES[:n]] == ["ok"] * n and gone(result.dir), kind
-        assert [runs.read_record(result.dir, s).get("status") for s in STAGES[n + 1 :]] == ["stale"] * (4 - n), kind
-        title = f"{'Died' if status == 'died' else 'Failed'} in {stage}"
-        assert title in (result.dir / "report.html").read_text(), kind
+        assert record["status"] == status and says in record["error"], record
+        assert [noted[s] for s in STAGES[:n]] == ["ok"] * n and gone(result.dir, "other.pid")
+        assert [runs.read_record(result.dir, s).get("status") for s in STAGES[n + 1 :]] == ["stale"] * (4 - n)
+        assert f"{status.capitalize()} in {stage}" in (result.dir / "report.html").read_text()
     workbook(lab.notebooks, {} if stage == "extract" else {"extract": SERVER})
     before = len(lab.text)
-    assert lab.run({"seed": 3}, run_id=name).exit_code == 0
-    said = lab.text[before:]
-    assert [f"[{i}/5] {s}: skipped" in said for i, s in enumerate(STAGES, 1)] == [i < n for i in range(5)], said
-    assert state(lab.runs / name) == dict.fromkeys(STAGES, "ok")
+    assert lab.run({"seed": 3}, run_id=name, only=stage).exit_code == 0, lab.text[before:]
+    assert state(lab.runs / name)[stage] == "ok"
+    plan = lab.describe({"seed": 3}, run_id=name)
+    assert plan.count("skip (unchanged)") == n + 1 and plan.count(f"(stage {stage} ran again)") <= 1, plan
 
 
 def test_a_kernel_killed_from_outside(tmp_path: Path) -> None:
@@ -130,8 +132,8 @@ def test_thirty_papermill_runs_at_once_are_all_good(tmp_path: Path) -> None:
 LOOP = """\
 from eagle3lib.progress import tqdm
 import time
-for n in tqdm(range(10_000), desc="steps", mininterval=0):
-    print(f"step {n}", end="\\r")
+for n in tqdm(range(10_000), desc="steps", mininterval=0.01):
+    time.sleep(0.0002)
 for n in range(10_000):
     print(f"loss of step {n}: {1 / (n + 1):.6f}, and some more words to make a line of it", flush=n % 50 == 0)"""
 

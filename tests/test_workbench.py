@@ -43,6 +43,14 @@ def test_one_wrong_point_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_of_a_sweep_lists_points_and_what_they_share(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("rows: 4\nsweep:\n  lr: [0.9, 0.1]\n")
+    text = sweep.describe(tmp_path / "x.yaml", {"shard_mb": [32, 64, 128]}, workbook(tmp_path / "nb"))
+    assert "sweep of 6 points" in text and "lr=0.1, shard_mb=128" in text
+    assert [line.split()[1] for line in text.splitlines() if line.split()[:1] and line.split()[0] in STAGES] == ["1", "3", "3", "6", "6"]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_sweep_shares_stages_and_survives_a_failing_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebooks, log = workbook(tmp_path / "nb", {"train": PICKY}), io.StringIO()
     (tmp_path / "x.yaml").write_text("rows: 4\nsweep:\n  lr: [0.9, 0.1]\n")
