@@ -252,7 +252,11 @@ class Stage:
 
     def _end(self, status: str, **more: Any) -> None:
         self._record |= {"status": status, "seconds": self.seconds, "outputs": self._outputs(), "error": "", **more}
-        self._write()
+        try:
+            self._write()
+        except Eagle3Error:  # the disk is full: the runner keeps some room for these words and for the notebook
+            (self.dir / RESERVE).unlink(missing_ok=True)
+            self._write()
 
     def _write(self) -> None:
         write_json(record_path(self.dir, self.name), self._record)
