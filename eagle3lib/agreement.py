@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from eagle3lib import draftcheck, proof
 from eagle3lib.acceptance import RESAMPLES, Acceptance
 from eagle3lib.checks import Checks
 from eagle3lib.draft import Draft
+from eagle3lib.progress import tqdm
 from eagle3lib.served import Arm, Serving
 from eagle3lib.tables import View, table
 

@@ -120,8 +120,11 @@ def _run(args: argparse.Namespace) -> int:
 
     overrides = params.parse_set(args.set)
     if sweep.axes(params.read_notebooks(runs.notebooks_dir()), params.load(args.params), overrides):
-        if args.run_id or args.start or args.only or args.dry_run:
-            raise ParamError("a sweep makes runs of its own: leave --run-id, --from, --only and --dry-run out")
+        if args.run_id or args.start or args.only or args.force:
+            raise ParamError("a sweep makes runs of its own: leave --run-id, --from, --only and --force out")
+        if args.dry_run:
+            print(sweep.describe(args.params, overrides))
+            return 0
         return sweep.run(args.params, overrides, jobs=args.jobs)
     order = experiment.Order(args.params, overrides, args.run_id, args.start, args.only, args.force)
     if args.dry_run:

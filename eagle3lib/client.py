@@ -14,9 +14,9 @@ from typing import Any
 
 import requests
 import torch
-from tqdm import tqdm
 
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.progress import tqdm
 
 ATTEMPTS = 3
 BACK_OFF_S = 1.0  # before the second attempt; doubles

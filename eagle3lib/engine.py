@@ -29,12 +29,12 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-from tqdm import tqdm
 
 from eagle3lib import capture, preflight, readiness, targets
 from eagle3lib.checks import Checks
 from eagle3lib.client import Client, Reply
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.progress import tqdm
 from eagle3lib.runs import write_json
 from eagle3lib.settings import Settings, choose, dump_bytes
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from eagle3lib import acceptance, curves, draftcheck, export, proof, speculate, targets
 from eagle3lib.acceptance import Shape
@@ -32,6 +31,7 @@ from eagle3lib.errors import Eagle3Error
 from eagle3lib.export import RoundTrip
 from eagle3lib.loss import joint_hits
 from eagle3lib.prepared import ABOUT, FOLDER
+from eagle3lib.progress import tqdm
 from eagle3lib.questions import Asked, Question, follow, room, talks, trained_tail
 from eagle3lib.results import ALL, Outcome, Results, Variant
 from eagle3lib.runs import read_json

@@ -38,7 +38,7 @@ def execute(job: dict[str, Any]) -> int:
             stdout_file=sys.stdout,
             stderr_file=sys.stderr,
             start_timeout=300,
-            iopub_timeout=60,
+            iopub_timeout=900,  # after a cell that printed a lot; a dead kernel is noticed all the same
             coalesce_streams=True,
             store_widget_state=False,
             config=Config({"KernelManager": private_sockets(job["private"])}),

@@ -55,6 +55,7 @@ class Experiment:
     def load(cls, source: Path, overrides: Mapping[str, Any], folder: Path) -> Experiment:
         notebooks = params.read_notebooks(folder)
         given = params.load(source)
+        redact.remember({**given, **overrides})
         if "run_dir" in {**given, **overrides}:
             raise ParamError("run_dir: the runner makes the run folder; name it with --run-id")
         if "sweep" in given:

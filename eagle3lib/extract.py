@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 from eagle3lib import capture, preflight, quarantine, targets
 from eagle3lib import plan as planning
@@ -33,6 +32,7 @@ from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.inbox import Inbox
 from eagle3lib.manifest import as_captured, make_manifest
 from eagle3lib.plan import Forecast
+from eagle3lib.progress import tqdm
 from eagle3lib.store import Store, Writer
 from eagle3lib.work import Task, Work
 

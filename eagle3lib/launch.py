@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle3lib import parallel, runs
 from eagle3lib.acceptance import Acceptance
 from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.progress import tqdm
 from eagle3lib.recipe import Recipe
 from eagle3lib.steplog import Record
 from eagle3lib.store import Store
@@ -109,7 +109,7 @@ def die_with_parent() -> None:
 def _follow(process: subprocess.Popen[bytes], folder: Path, on_record: Callable[[Record], None], interrupted: Callable[[], bool]) -> None:
     """Hand on the records as they are written, until torchrun ends. Asked to stop, ask the processes, and wait for their state."""
     started, records, asked = folder / "training" / "started.json", Tail(folder / "metrics.jsonl"), 0.0
-    bar: tqdm[Any] | None = None
+    bar: tqdm | None = None
     while True:
         over = process.poll() is not None
         if bar is None and started.is_file():

@@ -1,7 +1,7 @@
 """Open a stage of a run in JupyterLab: its notebook with that run's parameters and folder filled in.
 
-The stages before it are already in the run folder, so the notebook starts with its inputs loaded; where the run stopped,
-a line says so in front of the cell.
+The stages before it are already in the run folder. Where the run stopped, a heading stands in front of the cell, the top of
+the notebook links to it, and running the cells above it loads everything that the failing cell worked on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from nbformat.v4 import new_markdown_cell
 from eagle3lib import params, runs
 from eagle3lib.compare import run_params
 from eagle3lib.errors import Eagle3Error
+
+HOW = "Select it and choose Run > Run All Above Selected Cell: its inputs are then loaded as they were."
 
 
 def write(run: Path, stage: str, notebooks: Path | None = None) -> Path:
@@ -56,5 +58,6 @@ def _mark_failure(book: Any, executed: Path, record: dict[str, Any]) -> None:
     failed = next((c for c in cells if any(o.output_type == "error" for o in c.get("outputs", []))), None)
     places = [i for i, c in enumerate(book.cells) if failed and c.source == failed.source]
     if places:
-        text = f"**The run stopped in the next cell** ({record['status']}): {record.get('error', '')}"
+        text = f"## The run stopped here\n**{record['status']}**: {record.get('error', '')}\n\nThe next cell is the one that failed. {HOW}"
         book.cells.insert(places[0], new_markdown_cell(text))
+        book.cells[0].source += f"\n\n**This run {record['status']}: [see the cell](#The-run-stopped-here).** {HOW}"

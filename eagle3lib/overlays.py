@@ -122,7 +122,7 @@ def _smoothed(values: list[float]) -> np.ndarray:
 def _legend(ax: Axes) -> None:
     handles, labels = ax.get_legend_handles_labels()
     if handles:
-        ax.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(0, -0.22), fontsize=8, frameon=False)
+        ax.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(0, -0.22), fontsize=8)
 
 
 def _line(text: str) -> str:

@@ -26,8 +26,8 @@ STYLE: Any = {
 
 
 def figure(columns: int = 1, height: float = 3.4) -> tuple[Figure, list[Axes]]:
-    with plt.rc_context(STYLE):
-        fig, axes = plt.subplots(1, columns, figsize=(7.2 if columns == 1 else 9.6, height), squeeze=False)
+    plt.rcParams.update(STYLE)  # not a context: legends and texts that come later follow the style as well
+    fig, axes = plt.subplots(1, columns, figsize=(7.2 if columns == 1 else 9.6, height), squeeze=False)
     return fig, list(axes[0])
 
 

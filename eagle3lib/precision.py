@@ -21,7 +21,7 @@ def has_bf16_units() -> bool:
 @contextmanager
 def fast_products() -> Iterator[bool]:
     """Within it float32 products may round their factors; yields whether those on the CPU do."""
-    backends: Any = torch.backends
+    backends: Any = torch.backends  # its stubs lack mkldnn.matmul
     cpu, gpu = backends.mkldnn.matmul, backends.cuda.matmul
     before, fast = (cpu.fp32_precision, gpu.fp32_precision), has_bf16_units()
     cpu.fp32_precision, gpu.fp32_precision = "bf16" if fast else before[0], "tf32"

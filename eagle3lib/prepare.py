@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from tqdm import tqdm
 
 from eagle3lib import conversations, evalsets, prepared, sources
 from eagle3lib.accounting import Accounting
@@ -34,6 +33,7 @@ from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.options import Options
 from eagle3lib.prepared import Prepared, load_prepared
 from eagle3lib.preview import accounting_table, samples_html
+from eagle3lib.progress import tqdm
 from eagle3lib.records import DUPLICATE, Item, Loaded, load, nothing_left
 from eagle3lib.replay import Replay, replay
 from eagle3lib.rows import CUT, Draft, Encoded, Row, fit

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from tqdm import tqdm
 
 from eagle3lib import capture, targets
 from eagle3lib.errors import CheckFailed, Eagle3Error
+from eagle3lib.progress import tqdm
 
 if TYPE_CHECKING:
     from eagle3lib.engine import Engine

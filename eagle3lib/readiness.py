@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import requests
-from tqdm import tqdm
 
 from eagle3lib import capture, preflight, probes, redact
 from eagle3lib.errors import CheckFailed, Eagle3Error
 from eagle3lib.probes import require
+from eagle3lib.progress import tqdm
 
 if TYPE_CHECKING:
     from eagle3lib.engine import Engine

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import xxhash
-from tqdm import tqdm
 
 from eagle3lib import conversations, overlap, sources
 from eagle3lib.accounting import Accounting
 from eagle3lib.conversations import Drop, Record
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.options import Options
+from eagle3lib.progress import tqdm
 from eagle3lib.replay import questions
 from eagle3lib.seen import Seen
 

@@ -84,12 +84,22 @@ footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1rem;
 .ansi-yellow-fg, .ansi-yellow-intense-fg { color: var(--wait); } .ansi-bold { font-weight: 700; }
 @media (max-width: 42rem) { body { padding: 1.4rem 1.1rem 3rem; } .columns { grid-template-columns: 1fr; } }
 @media print {
-  @page { margin: 16mm 14mm; }
-  html, body { background: none; } body { max-width: none; padding: 0; font-size: 10pt; }
+  @page { margin: 14mm 13mm; }
+  html, body { background: none; } body { max-width: none; padding: 0; font-size: 9pt; line-height: 1.4; }
+  h1 { font-size: 17pt; } h2 { font-size: 13pt; } h3 { font-size: 10.5pt; margin-top: .9rem; }
+  section { margin-top: 1.2rem; padding-top: .8rem; }
   details.code { display: none; }
   details::details-content { content-visibility: visible; display: block; }
+  details { columns: 2; column-gap: 8mm; } details summary { column-span: all; list-style: none; font-weight: 600; }
+  table { font-size: 7.6pt; width: 100%; margin: .4rem 0; } th, td { padding: .14rem .6rem .14rem 0; } th { font-size: 7pt; }
+  p { max-width: none; } pre { font-size: 7pt; white-space: pre-wrap; overflow-wrap: anywhere; }
+  .verdict { margin: .8rem 0; padding: .6rem 1rem; } .strip, .tiles, figure { margin: .7rem 0; }
+  .tiles { grid-template-columns: repeat(6, 1fr); } .tile { padding: .4rem .6rem; } .tile dt, .tile dd small { font-size: 6.8pt; }
+  .tile dd { font-size: 11pt; } .tile.lead dd { font-size: 16pt; } .strip li { padding: .2rem .5rem; }
+  img { max-height: 80mm; }
   .verdict, .tile, .chip, .strip li, .output_error pre { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   section { break-inside: auto; } h2, h3 { break-after: avoid; } figure, img, tr, .tile, .verdict { break-inside: avoid; }
+  thead { display: table-header-group; }
   a { color: inherit; }
 }
 """

@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +33,7 @@ from eagle3lib.experiment import Experiment, Order, Plan, link_latest, new_run, 
 from eagle3lib.procs import Family
 
 GRACE_S = 20.0  # for a notebook to clean up after an interrupt
+RESERVE_BYTES = 6_000_000  # a report and the records
 EXIT = {"ok": 0, "interrupted": 130}
 
 
@@ -75,6 +76,21 @@ def catch_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def reserve(folder: Path) -> Iterator[None]:
+    """Keep some of the disk while a stage runs, so that there is room to tell the truth after it has filled the rest."""
+    kept = folder / runs.RESERVE
+    try:
+        kept.write_bytes(os.urandom(RESERVE_BYTES))  # random: a file system that compresses would keep no room for zeros
+    except OSError as err:
+        kept.unlink(missing_ok=True)
+        raise Eagle3Error(f"{runs.show_path(folder)}: no room for a run: {err.strerror}; free some space or choose another place") from None
+    try:
+        yield
+    finally:
+        kept.unlink(missing_ok=True)
 
 
 # ---- the run ----
@@ -143,7 +159,8 @@ class Run:
         self._save()
         notebook = self._path(stage)
         notebook.unlink(missing_ok=True)  # what stands there was written by an earlier execution
-        end, family = self._execute(stage, nonce)
+        with reserve(self.dir):
+            end, family = self._execute(stage, nonce)
         hide_secrets(notebook)
         entry |= outcome(self.dir, stage, nonce, end, notebook)
         entry |= {"seconds": round(time.monotonic() - began, 2), "peak_memory": family.peak_memory}
@@ -170,22 +187,21 @@ class Run:
                 env=environment,
                 start_new_session=True,  # Ctrl-C comes to the runner alone, which then decides
             )
-            family = Family(worker.pid, nonce)
-            try:
-                end = self._attend(worker, family, json.dumps(job).encode())
-            finally:
-                family.end()
-                worker.wait()
+            with worker:
+                family = Family(worker.pid, nonce)
+                try:
+                    end = self._attend(worker, family, json.dumps(job).encode())
+                finally:
+                    family.end()
         return end, family
 
     def _attend(self, worker: subprocess.Popen[bytes], family: Family, job: bytes) -> str:
         """Pass the worker's output on until it exits, is interrupted, or runs out of time."""
         assert worker.stdin and worker.stdout and worker.stderr
-        try:
+        with suppress(BrokenPipeError):  # it died at once; its output says why
             worker.stdin.write(job)
+        with suppress(BrokenPipeError):
             worker.stdin.close()
-        except BrokenPipeError:
-            pass  # it died at once; its output says why
         pipes = {worker.stdout.fileno(): 0, worker.stderr.fileno(): 1}
         limit = time.monotonic() + (self.stage_timeout_s or float("inf"))
         reason, give_up = "", float("inf")

@@ -34,7 +34,8 @@ ENV_NONCE = "EAGLE3_STAGE_NONCE"  # set by the runner: proves that a record was 
 ENV_RUNS = "EAGLE3_RUNS"  # the folder of all runs, for example on a larger disk
 ENV_NOTEBOOKS = "EAGLE3_NOTEBOOKS"  # the folder of the notebooks, when it is not the repository's
 DISTRIBUTIONS = ("eagle3lib", "torch", "transformers", "sglang", "datasets", "safetensors", "numpy", "papermill")
-SPARED = {"run.json", "engine.json", "params.yaml", "point.yaml", "metrics.json", "report.html"}  # files of a run that are no stage's output
+RESERVE = ".reserve"  # room that the runner keeps while a stage runs
+SPARED = {RESERVE, "run.json", "engine.json", "params.yaml", "point.yaml", "metrics.json", "report.html"}  # files of a run that are no stage's output
 
 
 # ---- paths and files ----
@@ -251,7 +252,11 @@ class Stage:
 
     def _end(self, status: str, **more: Any) -> None:
         self._record |= {"status": status, "seconds": self.seconds, "outputs": self._outputs(), "error": "", **more}
-        self._write()
+        try:
+            self._write()
+        except Eagle3Error:  # the disk is full: the runner keeps some room for these words and for the notebook
+            (self.dir / RESERVE).unlink(missing_ok=True)
+            self._write()
 
     def _write(self) -> None:
         write_json(record_path(self.dir, self.name), self._record)
@@ -283,6 +288,7 @@ def begin(stage: str, namespace: Mapping[str, Any]) -> Stage:
     if code := namespace.get("_exit_code"):
         raise Eagle3Error(f"a shell line in this notebook ended with exit code {code}; repair it or take it out")
     values = read_namespace(stage, namespace)
+    redact.remember(values)
     run = run_folder(values.get("run_dir", ""))
     _refuse_when_busy(run)
     discard(run, stage)

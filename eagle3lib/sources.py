@@ -172,7 +172,11 @@ def _broken(what: str, column: int, found: str) -> str:
 
 def _json_values(file: Path) -> Iterator[Raw]:
     """The items of one JSON array, or JSON values one after the other, decoded piece by piece."""
-    text = _JsonText(file)
+    with _open(file) as handle:
+        yield from _items(file, _JsonText(file, handle))
+
+
+def _items(file: Path, text: _JsonText) -> Iterator[Raw]:
     in_array = text.peek() == "["
     if in_array:
         text.skip()
@@ -196,8 +200,8 @@ def _json_values(file: Path) -> Iterator[Raw]:
 class _JsonText:
     """A window that slides over a JSON file."""
 
-    def __init__(self, file: Path):
-        self._file, self._handle, self._decoder = file, _open(file), json.JSONDecoder()
+    def __init__(self, file: Path, handle: Any):
+        self._file, self._handle, self._decoder = file, handle, json.JSONDecoder()
         self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
         self._window, self._start, self._ended, self._size = "", 0, False, _CHUNK
         self.line = 1

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from eagle3lib import quarantine, shards
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.manifest import layout
 from eagle3lib.plan import size
+from eagle3lib.progress import tqdm
 from eagle3lib.store import Store, lock
 
 OURS = re.compile(r"store\.json|index\.bin|lock|quarantine\.jsonl|index\.tmp|store\.tmp|shard-\d{5,}\.(safetensors|tmp)")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from eagle3lib import params, reuse, runs
+from eagle3lib import params, redact, reuse, runs
 from eagle3lib.compare import MEASURE
 from eagle3lib.console import GREEN, RED, Console, duration
 from eagle3lib.errors import ParamError
@@ -86,14 +86,39 @@ def run(
     return 130 if signals else 0 if codes == {0} else 1
 
 
-def make_points(source: Path, overrides: Mapping[str, Any], folder: Path, base: Path) -> list[Point]:
-    """Check every combination, then make a run folder with a params file for each. Nothing is made when one is wrong."""
-    given, books = params.load(source), params.read_notebooks(folder)
+def combine(source: Path, overrides: Mapping[str, Any], books: params.Notebooks) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What all points have in common, and what each differs in. ParamError when one of them is wrong."""
+    given = params.load(source)
     varied = axes(books, given, overrides)
     fixed = {**{k: v for k, v in given.items() if k != "sweep"}, **overrides}
     combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     for values in combinations:
         params.resolve(books, {}, {**fixed, **values})
+    return fixed, combinations
+
+
+def describe(source: Path, overrides: Mapping[str, Any], notebooks: Path | None = None) -> str:
+    """The text of `--dry-run`: the points, and how often each stage has to be computed. Writes nothing."""
+    books = params.read_notebooks(Path(notebooks or runs.notebooks_dir()))
+    fixed, combinations = combine(source, overrides, books)
+    lines = [f"sweep of {len(combinations)} points:"]
+    lines += [f"  {number:>3}  {', '.join(f'{k}={v}' for k, v in values.items())}" for number, values in enumerate(combinations, 1)]
+    lines += ["", "stages, each computed once for all points that agree up to there:"]
+    told: list[list[Any]] = [[] for _ in combinations]
+    for stage, declared in books.items():
+        for so_far, values in zip(told, combinations, strict=True):
+            settings = params.resolve(books, {}, {**fixed, **values})
+            so_far.append([settings[name].value for name in declared])
+        lines.append(f"  {stage:<10}{len({repr(so_far) for so_far in told})} of {len(combinations)}")
+    return redact.hide("\n".join([*lines, "", "one point alone, with its parameters and needs: give single values and --dry-run"]))
+
+
+def make_points(source: Path, overrides: Mapping[str, Any], folder: Path, base: Path) -> list[Point]:
+    """Check every combination, then make a run folder with a params file for each. Nothing is made when one is wrong."""
+    fixed, combinations = combine(source, overrides, params.read_notebooks(folder))
+    redact.remember(fixed)
+    if (text := params.dump(fixed)) != redact.hide(text):
+        raise ParamError("a sweep writes its parameters to files, and one of them holds a secret: give it by the environment instead")
     points = []
     for number, values in enumerate(combinations, 1):
         where = new_run(base, f"{Path(source).stem}-{number}of{len(combinations)}")

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle3lib import checkpoint, heldout, initial, memory, parallel, step, targets
 from eagle3lib.acceptance import Acceptance
@@ -34,6 +33,7 @@ from eagle3lib.errors import Eagle3Error
 from eagle3lib.feed import Fed, Feed
 from eagle3lib.parallel import Group
 from eagle3lib.precision import fast_products
+from eagle3lib.progress import tqdm
 from eagle3lib.recipe import Recipe, schedule
 from eagle3lib.steplog import Board, MetricsLog, Record, Window
 from eagle3lib.store import Store, compare

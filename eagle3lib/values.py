@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from eagle3lib import capture
+from eagle3lib.progress import tqdm
 from eagle3lib.store import Sample, Store
 
 SHOWN, LONGEST = 256, 2048  # samples, and positions of each, of which norms and cosines are kept

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from tqdm import tqdm
 
 from eagle3lib import quarantine, reference, targets, values
 from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.progress import tqdm
 from eagle3lib.runs import read_json, write_json
 from eagle3lib.shards import FP8
 from eagle3lib.store import Sample, Store, compare

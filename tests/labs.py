@@ -6,6 +6,7 @@ import io
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,10 @@ def state(folder: Path) -> dict[str, str]:
     return {name: entry["status"] for name, entry in runs.read_json(folder / "run.json")["stages"].items()}
 
 
-def gone(folder: Path) -> bool:
+def gone(folder: Path, name: str = "server.pid") -> bool:
     """Has the server ended that a notebook of this run started (see SERVER)?"""
     try:
-        return psutil.Process(int((folder / "server.pid").read_text())).status() == psutil.STATUS_ZOMBIE
+        return psutil.Process(int((folder / name).read_text())).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
@@ -88,19 +89,22 @@ sys.exit(runner.run(Order(lab / "small.yaml", run_id="r", notebooks=lab / "noteb
 """
 
 
-def start(lab: Lab, grace: float = 20.0) -> subprocess.Popen[str]:
-    """The runner as a process of its own, at the moment when the first notebook's body says `on`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND.format(grace=grace), str(lab.folder)], stdout=subprocess.PIPE, text=True, cwd=runs.repo_root()
-    )
-    assert process.stdout
-    for line in process.stdout:
-        if line.strip() == "on":
+def start(lab: Lab, grace: float = 20.0, seconds: float = 120) -> subprocess.Popen[bytes]:
+    """The runner as a process of its own, at the moment when the notebook's body says `on`."""
+    said = lab.folder / "console.txt"
+    with said.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-c", COMMAND.format(grace=grace), str(lab.folder)], stdout=out, cwd=runs.repo_root())
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        if "on" in said.read_text().split():
             return process
-    raise AssertionError("the notebook did not come up")
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    raise AssertionError(f"the notebook did not come up: {said.read_text()}")
 
 
-def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 

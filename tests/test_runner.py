@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +13,9 @@ from typing import Any
 
 import pytest
 from labs import Lab, gone, prepare_environment, state
+from workbooks import workbook
 
-from eagle3lib import runner, runs
+from eagle3lib import redact, runner, runs, sweep
 from eagle3lib.errors import ParamError
 from eagle3lib.params import STAGES
 
@@ -67,6 +70,34 @@ def test_a_server_that_a_notebook_forgot_is_ended(finished: Lab) -> None:
     folder = finished.runs / "latest"
     assert gone(folder)
     assert f"({(folder / 'server.pid').read_text().strip()})" in finished.text and "ended what the notebook left running" in finished.text
+
+
+SECRET = "planted & <odd> \"secret\" value"
+
+
+@pytest.mark.parametrize("ending", ["", "raise ValueError(api_key)"])
+def test_a_secret_parameter_lands_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    monkeypatch.setattr(redact, "_told", {})
+    lab = Lab(tmp_path)
+    say = f"from IPython.display import HTML, display\nprint(api_key)\ndisplay(HTML(f'<b>{{api_key}}</b>'))\ndisplay(api_key)\n{ending}"
+    workbook(lab.notebooks, {"prepare": say}, {"prepare": 'rows: int = 3  # rows\napi_key: str = ""  # key of a service'})
+    result = lab.run({"api_key": SECRET}, run_id="r")
+    assert result.status == ("failed" if ending else "ok"), lab.text
+    everything = [p for p in lab.runs.rglob("*") if p.is_file() and p.suffix != ".txt"]  # those the notebooks write themselves
+    forms = (SECRET, json.dumps(SECRET)[1:-1], html.escape(SECRET), html.escape(SECRET, quote=False), repr(SECRET)[1:-1])
+    assert len(everything) > 5
+    assert not [(p, f) for p in everything for f in forms if f.encode() in p.read_bytes()]
+    assert not [f for f in forms if f in lab.text] and "[hidden api_key]" in lab.text
+    assert '"value": "[hidden api_key]"' in (result.dir / "run.json").read_text()
+    assert SECRET not in lab.describe({"api_key": SECRET})
+
+
+def test_a_sweep_refuses_to_write_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED_TOKEN", "planted-secret-value")
+    lab = Lab(tmp_path)
+    with pytest.raises(ParamError, match="holds a secret"):
+        sweep.make_points(lab.params, {"texts": ["planted-secret-value"], "lr": [0.1, 0.2]}, lab.notebooks, lab.runs)
+    assert not lab.runs.exists()
 
 
 # ---- parameters fail before a kernel starts ----

@@ -111,12 +111,17 @@ def stop_at(process: subprocess.Popen, step: int, number: int) -> None:
     process.communicate(timeout=60)  # reads on: a closed pipe would be a second reason to stop
 
 
+def ended(process: subprocess.Popen) -> int:
+    process.communicate(timeout=120)
+    return process.returncode
+
+
 def test_killed_and_started_again_equals_never_stopped(toy, tmp_path):
     """kill -9 behind the state of step 20, SIGTERM later on: the same weights, metrics and best draft as in one go."""
     target, samples = toy
     straight, _ = make_run(tmp_path / "straight", samples[:41])  # 1 held out; 40 of 30 tokens: 20 steps of two samples an epoch
     stopped, _ = make_run(tmp_path / "stopped", samples[:41])
-    assert child(straight, target, samples[0].id).wait(120) == 0
+    assert ended(child(straight, target, samples[0].id)) == 0
 
     process = child(stopped, target, samples[0].id)
     stop_at(process, 27, signal.SIGKILL)
@@ -128,7 +133,7 @@ def test_killed_and_started_again_equals_never_stopped(toy, tmp_path):
     path, state = checkpoint.last_state(stopped / "training")
     assert process.returncode not in (0, -signal.SIGTERM) and 33 <= state["step"] <= 36  # it saved, then raised
 
-    assert child(stopped, target, samples[0].id).wait(120) == 0
+    assert ended(child(stopped, target, samples[0].id)) == 0
     one, two = weights(straight), weights(stopped)
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert (straight / "checkpoint/draft.safetensors").stat().st_size == (stopped / "checkpoint/draft.safetensors").stat().st_size

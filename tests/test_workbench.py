@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import nbclient
 import nbformat
 import pytest
 from workbooks import workbook
 
-from eagle3lib import compare, openrun, params, reuse, runs, sweep
+from eagle3lib import compare, openrun, params, reuse, runner, runs, sweep
 from eagle3lib.errors import Eagle3Error, ParamError
+from eagle3lib.experiment import Order
 from eagle3lib.params import STAGES
 
 PICKY = "assert lr < 0.5, 'the learning rate is too large'"
@@ -38,6 +40,14 @@ def test_one_wrong_point_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("sweep:\n  rows: [1, two]\n")
     with pytest.raises(ParamError, match="rows: found 'two'"):
         sweep.make_points(tmp_path / "x.yaml", {}, workbook(tmp_path / "nb"), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_of_a_sweep_lists_points_and_what_they_share(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("rows: 4\nsweep:\n  lr: [0.9, 0.1]\n")
+    text = sweep.describe(tmp_path / "x.yaml", {"shard_mb": [32, 64, 128]}, workbook(tmp_path / "nb"))
+    assert "sweep of 6 points" in text and "lr=0.1, shard_mb=128" in text
+    assert [line.split()[1] for line in text.splitlines() if line.split()[:1] and line.split()[0] in STAGES] == ["1", "3", "3", "6", "6"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -97,10 +107,27 @@ def test_open_fills_in_the_parameters_and_marks_the_failure(tmp_path: Path) -> N
     book = nbformat.read(openrun.write(run, "train", notebooks), as_version=4)
     filled = params.parse_cell(book.cells[1].source, "n")
     assert filled["lr"].default == 0.9 and filled["lr"].meaning == "learning rate" and filled["run_dir"].default == str(run)
-    assert book.cells[3].source.startswith("**The run stopped in the next cell** (failed): AssertionError: x")
+    assert book.cells[3].source.startswith("## The run stopped here\n**failed**: AssertionError: x")
+    assert "(#The-run-stopped-here)" in book.cells[0].source
     assert book.cells[4].source == PICKY
     with pytest.raises(Eagle3Error, match="unknown stage"):
         openrun.write(run, "trian", notebooks)
+
+
+def test_a_failing_stage_opens_at_its_point_of_failure_with_its_inputs_loaded(tmp_path: Path) -> None:
+    notebooks = workbook(tmp_path / "nb", {"extract": "told = stage.path('prepare.txt').read_text()\nassert 'rows' not in told, told"})
+    (tmp_path / "x.yaml").write_text("rows: 7\n")
+    result = runner.run(Order(tmp_path / "x.yaml", only="", notebooks=notebooks), out=io.StringIO())
+    assert result.status == "failed"
+    book = nbformat.read(openrun.write(result.dir, "extract", notebooks), as_version=4)
+    (stop,) = [n for n, cell in enumerate(book.cells) if "The run stopped here" in cell.source and cell.cell_type == "markdown" and n]
+    above, failing = book.cells[:stop], book.cells[stop + 1]
+    ask = nbformat.v4.new_code_cell("print(stage.path('prepare.txt').read_text())")
+    opened = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=[*above, ask], metadata=book.metadata)).execute()
+    assert "'rows': 7" in opened.cells[-1].outputs[0].text
+    again = nbformat.v4.new_notebook(cells=[*above, failing], metadata=book.metadata)
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="AssertionError"):
+        nbclient.NotebookClient(again).execute()
 
 
 def test_the_command_line(tmp_path: Path) -> None:
