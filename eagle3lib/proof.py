@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle3lib.acceptance import Round
-from eagle3lib.batches import document
+from eagle3lib.batches import document, pack
 from eagle3lib.draft import Draft
 from eagle3lib.loss import simulate
 from eagle3lib.store import Sample, sample_id
@@ -72,7 +72,7 @@ def prove(target: torch.nn.Module, prompt: list[int], reply: list[int], layers: 
 @torch.inference_mode()
 def teacher_forced(draft: Draft, sample: Sample, steps: int) -> tuple[Tensor, Tensor]:
     """(hits, known), bool [M, K], over the rows of a proven reply; M is one less than its tokens (see loss.simulate)."""
-    batch = document(sample)
+    batch = pack([document(sample)])
     if not len(batch):
         return torch.zeros(0, steps, dtype=torch.bool), torch.zeros(0, steps, dtype=torch.bool)
     batch.greedy = sample.input_ids[batch.row + 2]  # proven: the next token is the target's own choice
