@@ -169,7 +169,7 @@ def serve(folder: Path, target: Path, questions: Sequence[Question], shape: Shap
         for drafting in (True, False):
             arguments = [*extra, *(_speculation(folder, shape) if drafting else [])]
             with Engine.start(target, Path(run_dir), device="cuda", dtype=dtype, python=python, start_timeout_s=start_timeout_s,
-                              extra_args=arguments) as engine:
+                              max_restarts=0, extra_args=arguments) as engine:  # a restart would stand in the middle of a timing
                 if drafting:
                     _check_server(serving.checks, engine, folder, shape, dtype)
                 serving.arms += _arms(engine, drafting, list(questions), _spread(order, LONE), batch, max_new_tokens, stop_ids)

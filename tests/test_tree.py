@@ -159,6 +159,20 @@ def test_rows_of_a_tree_see_what_they_would_see_alone(model):
             torch.testing.assert_close(seen["logits"][b, row], plain, rtol=1e-4, atol=1e-4)
 
 
+def test_what_the_target_would_say_behind_a_wrong_draft_is_not_kept(model):
+    """The right continuation of a wrong branch, in a tree and in a chain."""
+    prompt = prompts_of(1, seed=6)[0]
+    (first, own) = greedy(model, prompt, 2)
+    wrong = (own + 1) % 300
+    behind = greedy(model, [*prompt, first, wrong], 1)[0]
+    for parents in (None, torch.tensor([[0, 1]])):
+        verifier = Verifier(model, (2, 4, 5))
+        with torch.inference_mode():
+            (newest,), _ = verifier.prefill([prompt])
+            (tokens,), aux = verifier.verify([newest], Drafts(torch.tensor([[wrong, behind]]), parents))
+        assert newest == first and tokens == [own] and aux.shape[1] == 1 and int(verifier.true.sum()) == len(prompt) + 1
+
+
 def test_the_branch_that_the_target_follows_is_kept_whatever_its_place(model):
     """The true continuation hidden in the last branch, wrong tokens elsewhere; the next round starts from the right states."""
     prompt = prompts_of(1, seed=6)[0]
