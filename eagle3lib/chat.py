@@ -124,6 +124,8 @@ class Chat:
 
     def _with_bos_row(self, ids: list[int], mask: list[bool]) -> Row:
         whole = self._with_bos(ids)
+        if len(whole) == len(ids):
+            return Row(ids, mask)
         shift = len(whole) - len(ids)  # +1: a BOS was put in front; negative: surplus ones went
         return Row(whole, [False] * shift + mask[max(0, -shift) :])
 
@@ -133,7 +135,7 @@ class Chat:
         while bos is not None and ids[start : start + 2] == [bos, bos]:
             start += 1
         missing = self._wants_bos and ids[:1] != [bos]
-        return [bos, *ids] if missing else ids[start:]
+        return [bos, *ids] if missing else ids[start:] if start else ids
 
     # rows ----------------------------------------------------------------------------------------------------------
 

@@ -61,9 +61,16 @@ class Conversation:
     def strings(self) -> Iterator[str]:
         """Every text that a template may show."""
         for message in self.messages:
-            yield from _strings(message)
+            yield message["content"]
+            if len(message) > 2:
+                yield from _strings([value for key, value in message.items() if key not in ("role", "content")])
         if self.tools:
             yield from _strings(self.tools)
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but texts: no tools and no calls."""
+        return self.tools is None and not any("tool_calls" in message for message in self.messages)
 
     @property
     def first_prompt(self) -> str:
@@ -81,6 +88,10 @@ class Rendered:
     """A conversation that somebody already rendered with this target's chat template."""
 
     text: str
+
+    @property
+    def strings(self) -> Iterator[str]:
+        yield self.text
 
     @property
     def texts(self) -> list[str]:
@@ -101,6 +112,10 @@ class Tokenised:
 
     input_ids: list[int]
     loss_mask: list[bool] | None
+
+    @property
+    def strings(self) -> Iterator[str]:
+        return iter(())
 
     @property
     def texts(self) -> list[str]:
@@ -136,7 +151,10 @@ def parse(raw: Any) -> Record:
         raise Drop("record is not an object", type(raw).__name__)
     try:
         record = _shape(raw)
-        record.canonical.encode()
+        for text in record.strings:
+            text.encode()
+        if isinstance(record, Conversation) and not record.plain:
+            record.canonical.encode()
     except UnicodeEncodeError as error:  # JSON may say half a surrogate pair, which no tokenizer takes
         raise Drop("text is not valid Unicode", error.reason) from None
     except RecursionError:

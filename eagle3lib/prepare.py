@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from tqdm import tqdm
 
@@ -30,16 +31,17 @@ from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.options import Options
 from eagle3lib.prepared import Prepared, forecast, load_prepared
 from eagle3lib.preview import accounting_table, samples_html
-from eagle3lib.records import Item, Loaded, load, nothing_left, refuse_seen
+from eagle3lib.records import DUPLICATE, Item, Loaded, load, nothing_left
 from eagle3lib.replay import Replay, replay
 from eagle3lib.rows import Draft, Encoded, Row, fit
+from eagle3lib.seen import Seen
 from eagle3lib.store import sample_id
 
 __all__ = ["Options", "accounting_table", "answer", "build", "forecast", "load", "load_prepared", "samples_html"]
 
 ANSWERS = "answers.jsonl"
 _CHUNK = 4096  # conversations in memory at a time
-_BATCH_CHARS = 200_000  # of text encoded at a time
+_BATCH_CHARS = 300_000  # of text encoded at a time
 _HELDOUT_SEED = 0xEA61E3  # fixed: the split must not move with the run's seed
 
 
@@ -127,9 +129,9 @@ def build(loaded: Loaded, chat: Chat, run_dir: Path, book: AnswerBook | None = N
     accounting = Accounting()
     rows = _kept(_outcomes(loaded, chat, book, accounting), options, accounting)
     about = {"key": key, "options": options.content(), "fingerprint": chat.fingerprint, "answers": book.scope if book else None}
-    with prepared.Writer(run_dir, options.seed) as writer:
-        for item, row, sample_id in rows:
-            writer.add(row, item.source, sample_id, _is_heldout(item.record, options.heldout_share))
+    with prepared.Writer(run_dir, options.seed, len(chat.tokenizer)) as writer:
+        for item, ids, mask, name in rows:
+            writer.add(ids, mask, item.source, name, _is_heldout(item.record, options.heldout_share))
         accounting.require_balance()
         if not accounting.total.rows_kept:
             raise nothing_left(options, accounting)
@@ -202,21 +204,27 @@ def _answered(record: Record, chat: Chat, book: AnswerBook, options: Options) ->
     return result.outcomes
 
 
-def _kept(outcomes: Iterator[Outcome], options: Options, accounting: Accounting) -> Iterator[tuple[Item, Row, str]]:
-    """The rows that fit max_tokens, each content once, with their sample ids."""
-    seen: set[bytes] = set()
+Kept = tuple[Item, np.ndarray, np.ndarray, str]
+
+
+def _kept(outcomes: Iterator[Outcome], options: Options, accounting: Accounting) -> Iterator[Kept]:
+    """(item, ids [T] int32, mask [T] bool, sample id) of the rows that fit max_tokens, each content once."""
+    seen = Seen()
     for item, row in outcomes:
         try:
             cut = fit(row, options.max_tokens)
-            name = id_of(cut)
-            refuse_seen(bytes.fromhex(name), seen)
         except Drop as drop:
             accounting.drop(item.source, drop.reason, item.where, drop.detail)
+            continue
+        ids, mask = np.array(cut.input_ids, dtype=np.int32), np.array(cut.loss_mask, dtype=bool)
+        name = sample_id(ids, mask)
+        if not seen.add(name.encode()):
+            accounting.drop(item.source, DUPLICATE, item.where)
             continue
         count = accounting.of(item.source)
         count.rows_kept += 1
         count.rows_cut += len(cut.input_ids) < len(row.input_ids)
-        yield item, cut, name
+        yield item, ids, mask, name
 
 
 def id_of(row: Row) -> str:

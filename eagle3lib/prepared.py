@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import os
 import shutil
-from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import xxhash
 from datasets.arrow_writer import ArrowWriter
 
+from eagle3lib import vocab
 from eagle3lib.accounting import Accounting
 from eagle3lib.errors import Eagle3Error
-from eagle3lib.rows import Row
 from eagle3lib.runs import read_json, write_json
 
-FORMAT = 1
+FORMAT = 2
 FOLDER, ABOUT = "prepared", "prepared.json"
 FEATURES = datasets.Features({
     "input_ids": datasets.List(datasets.Value("int32")),
@@ -35,7 +38,10 @@ FEATURES = datasets.Features({
     "sample_id": datasets.Value("string"),
     "heldout": datasets.Value("bool"),
 })  # fmt: skip
-_BATCH = 1000  # rows written at a time
+_SPILLED = FEATURES.arrow_schema.append(pyarrow.field("rank", pyarrow.uint64())).remove_metadata()
+_BUCKET_SHIFT = 58  # the upper six bits of a rank choose one of 64 buckets
+_SPILL_TOKENS = 8_000_000  # about 40 MB of rows in memory
+_FILE_BYTES = 500_000_000
 _DAMAGED = (OSError, ValueError, KeyError, pyarrow.ArrowInvalid)  # what `datasets` raises on a folder that is not whole
 
 
@@ -90,81 +96,151 @@ def find(run_dir: Path, key: str) -> Prepared | None:
 
 
 class Writer:
-    """Collects rows on disk (memory stays bounded), then puts them in seeded order into the run folder at once."""
+    """Collects rows, then puts them in seeded order into the run folder at once.
 
-    def __init__(self, run_dir: Path, seed: int):
+    Memory is bounded whatever their number: rows are spilled to buckets by their rank, the seeded hash of their ids,
+    and each bucket is sorted by itself. That is a shuffle that does not depend on the order in which rows came.
+    """
+
+    def __init__(self, run_dir: Path, seed: int, vocab_size: int = 0):
         self._run, self._seed = Path(run_dir), seed
         self._temporary = self._run / f".{FOLDER}.{os.getpid()}"
-        self._batch: dict[str, list[Any]] = {name: [] for name in FEATURES}
-        self._ranks = array("Q")  # of each row in the final order; eight bytes a row are all that stays in memory
+        self._rows: list[_Ranked] = []
+        self._buffered = 0  # tokens
+        self._buckets: dict[int, _Bucket] = {}
         self._totals = {"tokens": 0, "supervised_tokens": 0, "rows_heldout": 0}
+        self._supervised = np.zeros(vocab_size, dtype=np.int64)  # how often each id is supervised
 
     def __enter__(self) -> Writer:
         self._run.mkdir(parents=True, exist_ok=True)
         for leftover in self._run.glob(f".{FOLDER}.*"):  # of a killed preparation; a run folder has one user at a time
             shutil.rmtree(leftover, ignore_errors=True)
-        self._temporary.mkdir()
-        self._arrow = ArrowWriter(path=str(self._temporary / "unordered.arrow"), features=FEATURES)
+        (self._temporary / FOLDER).mkdir(parents=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._arrow.close()
+        for bucket in self._buckets.values():
+            bucket.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def add(self, row: Row, source: str, sample_id: str, heldout: bool) -> None:
-        ids, mask = np.asarray(row.input_ids, dtype=np.int32), np.asarray(row.loss_mask, dtype=bool)
-        values = (ids, mask, len(row.input_ids), row.n_supervised, source, sample_id, heldout)
-        for column, value in zip(self._batch.values(), values, strict=True):
-            column.append(value)
-        self._ranks.append(xxhash.xxh3_64_intdigest(sample_id.encode(), seed=self._seed))
-        self._totals["tokens"] += len(row.input_ids)
-        self._totals["supervised_tokens"] += row.n_supervised
+    def add(self, ids: np.ndarray, mask: np.ndarray, source: str, sample_id: str, heldout: bool) -> None:
+        """ids: [T] int32. mask: [T] bool."""
+        taught = ids[mask]
+        rank = xxhash.xxh3_64_intdigest(sample_id.encode(), seed=self._seed)
+        self._rows.append((rank, ids, mask, len(taught), source, sample_id, heldout))
+        self._buffered += len(ids)
+        self._totals["tokens"] += len(ids)
+        self._totals["supervised_tokens"] += len(taught)
         self._totals["rows_heldout"] += heldout
-        if len(self._batch["source"]) >= _BATCH:
-            self._flush()
+        self._count(taught)
+        if self._buffered >= _SPILL_TOKENS or len(self._rows) >= _SPILL_TOKENS // 32:
+            self._spill()
 
-    def _flush(self) -> None:
-        columns = {name: pyarrow.array(values, FEATURES.arrow_schema.field(name).type) for name, values in self._batch.items()}
+    def _count(self, ids: np.ndarray) -> None:
+        if len(ids) and (most := int(ids.max())) >= len(self._supervised):
+            self._supervised = np.pad(self._supervised, (0, most + 1 - len(self._supervised)))
+        np.add.at(self._supervised, ids, 1)
+
+    def _spill(self) -> None:
+        self._rows.sort(key=itemgetter(0))
         try:
-            self._arrow.write_table(pyarrow.table(columns, FEATURES.arrow_schema))
+            for number, rows in groupby(self._rows, key=lambda row: row[0] >> _BUCKET_SHIFT):
+                if number not in self._buckets:
+                    self._buckets[number] = _Bucket(self._temporary / f"bucket-{number}")
+                self._buckets[number].append(_as_batch(list(rows)))
         except OSError as error:
             raise self._refused(error) from None
-        self._batch = {name: [] for name in FEATURES}
+        self._rows, self._buffered = [], 0
 
     def finish(self, accounting: Accounting, about: dict[str, Any]) -> Prepared:
         """Order, save, swap in. The old folder, if any, goes when the new one is complete."""
-        self._flush()
-        final = self._temporary / FOLDER
+        if self._buckets:
+            self._spill()
+        folder = self._temporary / FOLDER
+        curve = {"coverage": vocab.coverage_curve(self._supervised)}
         try:
-            self._arrow.finalize()
-            rows = datasets.Dataset.from_file(str(self._temporary / "unordered.arrow"))
-            with _quiet():
-                rows.select(self._order()).save_to_disk(str(final))
-            write_json(final / ABOUT, {"format": FORMAT, **about, **self._totals, **accounting.to_dict()})
-            _swap(final, self._run / FOLDER)
+            _save(self._in_order(), folder, about.get("key") or "")
+            write_json(folder / ABOUT, {"format": FORMAT, **about, **self._totals, **accounting.to_dict(), **curve})
+            _swap(folder, self._run / FOLDER)
         except OSError as error:
             raise self._refused(error) from None
         return open_prepared(self._run)
 
-    def _order(self) -> np.ndarray:
-        """Rows by the seeded hash of their ids: a shuffle that does not depend on the order in which they came."""
-        return np.argsort(np.frombuffer(self._ranks, dtype=np.uint64), kind="stable")
+    def _in_order(self) -> Iterator[pyarrow.Table]:
+        """All rows by rank, in tables of bounded size. Few rows were never spilled."""
+        if not self._buckets:
+            self._rows.sort(key=itemgetter(0))
+            yield pyarrow.Table.from_batches([_as_batch(self._rows)])
+        for number in sorted(self._buckets):
+            table = self._buckets.pop(number).read()
+            yield table.take(np.argsort(table["rank"].to_numpy(), kind="stable"))
 
     def _refused(self, error: OSError) -> Eagle3Error:
         why = error.strerror or str(error)
         return Eagle3Error(f"{self._run}: the prepared rows cannot be written ({why}). Free some space, or choose another run_dir.")
 
 
-class _quiet:
-    """Without the progress bars of `datasets`: saving takes a moment, and its bars do not go away."""
+_Ranked = tuple[int, np.ndarray, np.ndarray, int, str, str, bool]  # rank, ids, mask, supervised tokens, source, sample id, held out?
 
-    def __enter__(self) -> None:
-        self._was_on = datasets.is_progress_bar_enabled()
-        datasets.disable_progress_bars()
 
-    def __exit__(self, *_: object) -> None:
-        if self._was_on:
-            datasets.enable_progress_bars()
+def _as_batch(rows: list[_Ranked]) -> pyarrow.RecordBatch:
+    """Columns of FEATURES, then the rank. Lists are joined by us: one copy instead of one Python object a token."""
+    ranks, ids, masks, taught, sources, names, heldout = map(list, zip(*rows, strict=True)) if rows else ([] for _ in range(7))
+    lengths = np.array([len(i) for i in ids], dtype=np.int32)
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+    def lists(values: list[Any], kind: type) -> pyarrow.Array:
+        return pyarrow.ListArray.from_arrays(ends, pyarrow.array(np.concatenate(values) if values else np.array([], kind)))
+
+    columns = [lists(ids, np.int32), lists(masks, bool), lengths, np.array(taught, np.int32), sources, names, heldout, np.array(ranks, np.uint64)]
+    return pyarrow.record_batch([pyarrow.array(c, f.type) if not isinstance(c, pyarrow.Array) else c.cast(f.type)
+                                 for c, f in zip(columns, _SPILLED, strict=True)], schema=_SPILLED)
+
+
+class _Bucket:
+    """Rows of neighbouring ranks on disk, in the order in which they came."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = pyarrow.OSFile(str(path), "wb")
+        self._stream = pyarrow.ipc.new_stream(self._file, _SPILLED)
+
+    def append(self, batch: pyarrow.RecordBatch) -> None:
+        self._stream.write_batch(batch)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._file.close()
+
+    def read(self) -> pyarrow.Table:
+        """All rows; the bucket is gone then."""
+        self.close()
+        with pyarrow.OSFile(str(self._path)) as file:
+            table = pyarrow.ipc.open_stream(file).read_all()
+        self._path.unlink()
+        return table
+
+
+def _save(tables: Iterable[pyarrow.Table], folder: Path, fingerprint: str) -> None:
+    """The folder that `datasets.load_from_disk` opens, written table by table. (`save_to_disk` would go through a
+    memory map of all rows, which counts as memory of ours.)"""
+    files: list[str] = []
+    writer, size = None, 0
+    for table in tables:
+        if writer is None or size > _FILE_BYTES:
+            if writer:
+                writer.finalize()
+            files.append(f"data-{len(files):05}.arrow")
+            writer, size = ArrowWriter(path=str(folder / files[-1]), features=FEATURES), 0
+        writer.write_table(table.select(FEATURES.arrow_schema.names).combine_chunks())
+        size += table.nbytes
+    if writer:
+        writer.finalize()
+    datasets.DatasetInfo(features=FEATURES).write_to_directory(str(folder))
+    write_json(folder / "state.json", {
+        "_data_files": [{"filename": name} for name in files], "_fingerprint": fingerprint or "eagle3", "_format_columns": None,
+        "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None,
+    })  # fmt: skip
 
 
 def _swap(new: Path, place: Path) -> None:

@@ -17,6 +17,7 @@ from eagle3lib.conversations import Drop, Record
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.options import Options
 from eagle3lib.replay import questions
+from eagle3lib.seen import Seen
 
 BROKEN = "line or row cannot be read"
 DUPLICATE = "duplicate"
@@ -111,21 +112,15 @@ class _Cleaner:
         self._runs = overlap.Runs.of_evalsets() if options.decontaminate else None
         self._near = overlap.NearDuplicates(options.near_duplicates) if options.near_duplicates else None
         # Without a sample there may be very many records; then build finds the duplicates among their rows.
-        self._seen: set[bytes] | None = set() if options.max_prompts or options.near_duplicates else None
+        self._seen = Seen() if options.max_prompts or options.near_duplicates else None
 
     def require(self, record: Record) -> None:
-        if self._seen is not None:
-            refuse_seen(xxhash.xxh3_128_digest(record.canonical.encode()), self._seen)
+        if self._seen is not None and not self._seen.add(record.canonical.encode()):
+            raise Drop(DUPLICATE)
         if self._runs and (shared := next(filter(None, map(self._runs.meets, record.texts)), "")):
             raise Drop(OVERLAP, repr(shared))
         if self._near and record.texts and self._near.meets("\n".join(record.texts)):
             raise Drop(NEAR_DUPLICATE)
-
-
-def refuse_seen(key: bytes, seen: set[bytes]) -> None:
-    if key in seen:
-        raise Drop(DUPLICATE)
-    seen.add(key)
 
 
 def _sample(items: Iterable[Item], options: Options, accounting: Accounting) -> list[Item]:
