@@ -173,11 +173,11 @@ def test_tables_by_their_bytes_and_rows_that_python_cannot_hold(tmp_path: Path) 
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "named.jsonl")
     assert values(tmp_path / "named.jsonl") == RECORDS
     text = pyarrow.StringArray.from_buffers(3, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"a\xffc"))
-    days = pyarrow.array([0, 0, 2**60], pyarrow.timestamp("s"))
+    days = pyarrow.array([0, 2**50, 0], pyarrow.timestamp("ms"))
     for name, column in [("text", text), ("days", days)]:
         pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x", "y", "z"], "c": column}), tmp_path / f"{name}.parquet")
-    assert [r.broken[:14] for r in sources.read(str(tmp_path / "text.parquet"))] == ["", "unreadable row", ""]
-    assert [(r.broken[:14], r.where[-5:]) for r in sources.read(str(tmp_path / "days.parquet"))][2] == ("unreadable row", "row 3")
+        found = [(r.broken[:14], r.where.split(": ")[1]) for r in sources.read(str(tmp_path / f"{name}.parquet"))]
+        assert found == [("", "row 1"), ("unreadable row", "row 2"), ("", "row 3")]
 
 
 def test_digest_knows_bytes_names_and_where_files_end(tmp_path: Path) -> None:
