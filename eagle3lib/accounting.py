@@ -48,6 +48,7 @@ class Accounting:
     def __init__(self) -> None:
         self.sources: dict[str, SourceCount] = {}
         self.examples: dict[str, str] = {}
+        self.own_starts = 0  # rows whose replies need not begin behind the generation prompt
 
     def of(self, source: str) -> SourceCount:
         return self.sources.setdefault(source, SourceCount())
@@ -76,7 +77,7 @@ class Accounting:
     def to_dict(self) -> dict[str, Any]:
         """For prepared.json: the totals, then the same by source, then an example of each reason."""
         by_source = {name: count.to_dict() for name, count in self.sources.items()}
-        return {**self.total.to_dict(), "sources": by_source, "examples": self.examples}
+        return {**self.total.to_dict(), "own_starts": self.own_starts, "sources": by_source, "examples": self.examples}
 
     def lines(self) -> list[str]:
         """The table as text, for errors and terminals."""
@@ -94,6 +95,18 @@ def table(counts: dict[str, Any]) -> list[Line]:
     lines += [("rows in", counts["rows_in"], "")]
     lines += [(f"dropped: {reason}", n, counts["examples"].get(reason, "")) for reason, n in counts["dropped"].items()]
     return [*lines, ("rows kept", counts["rows_kept"], ""), ("of these: cut to max_tokens", counts["rows_cut"], "")]
+
+
+def waterfall(counts: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """(name, change in rows, rows then): from records read, over every loss and gain, to the rows kept."""
+    changes = [("not sampled", -counts["not_sampled"]), ("split, one row a reply", counts["rows_split"])]
+    changes += [(reason, -n) for reason, n in counts["dropped"].items()]
+    lines, left = [("records read", counts["records_read"], counts["records_read"])], counts["records_read"]
+    for name, change in changes:
+        if change:
+            left += change
+            lines.append((name, change, left))
+    return [*lines, ("rows kept", counts["rows_kept"], counts["rows_kept"])]
 
 
 def as_lines(lines: list[Line]) -> list[str]:

@@ -343,13 +343,12 @@ class Chat:
         """(ids of the generation prompt, id of the end-of-turn token), taken from the render of one plain exchange."""
         try:
             asked = [{"role": "user", "content": "a"}]
-            before, prompt = self.render(asked), self.render(asked, generation_prompt=True)
+            before, prompt = (self._encode(self.render(asked, generation_prompt=wanted)) for wanted in (False, True))
             whole = self._encode(self.render([*asked, {"role": "assistant", "content": "b"}]))
         except Drop as drop:
             raise Eagle3Error(f"the target's chat template cannot render one user turn and one reply: {drop.detail}") from None
-        opening = self._encode(prompt[len(before) :]) if prompt.startswith(before) else []
-        begin = len(self._encode(prompt))
-        closing = [i for i in whole[begin:] if i in self.special_ids]
+        opening = prompt[len(os.path.commonprefix([before, prompt])) :]  # (works on lists too)
+        closing = [i for i in whole[len(prompt) :] if i in self.special_ids]
         stops = [i for i in closing if i in self.stop_ids]
         return opening, next(iter(stops[:1] + closing[-1:]), None)
 

@@ -255,11 +255,12 @@ class Engine:
     # ---- use ----
 
     def generate(self, input_ids: list[list[int]], *, rids: Sequence[str] | None = None, max_new_tokens: int,
-                 temperature: float = 0.0, concurrency: int = 64, stop_token_ids: Sequence[int] | None = None,
+                 temperature: float = 0.0, sampling_seed: int | None = None, concurrency: int = 64, stop_token_ids: Sequence[int] | None = None,
                  progress: str | None = "generate", on_result: Callable[[int, Reply], None] | None = None) -> list[Reply]:
         """Let the server continue each prompt (token ids). Replies come back in order; on_result(index, reply) as they arrive.
 
         rids: request ids, one a prompt; those of `rid` are dumped in capture mode (read them under reply.rid).
+        sampling_seed: SGLang heeds it with enable_deterministic_inference only.
         stop_token_ids: end tokens beside the target's own. progress: the label of the bar, None for none.
         Should the server die, it is started again and asked for what on_result has not dealt with: each index once, in all.
         """
@@ -267,6 +268,8 @@ class Engine:
         if len(set(names)) != len(input_ids):
             raise Eagle3Error(f"engine.generate: {len(set(names))} different request ids for {len(input_ids)} prompts; each needs its own.")
         params: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+        if sampling_seed is not None:
+            params["sampling_seed"] = sampling_seed
         if stop_token_ids:
             params["stop_token_ids"] = list(stop_token_ids)
         asked, replies = self.nonce, dict[int, Reply]()

@@ -62,6 +62,37 @@ def token_histogram(n_tokens: Sequence[int], n_supervised: Sequence[int]) -> Non
     show(fig, f"Histogram of row lengths. {text}.")
 
 
+def replies_histogram(replies: Sequence[tuple[int, int]]) -> None:
+    """replies: (trained replies a row, rows)."""
+    number, rows = (np.array(column) for column in zip(*replies, strict=True))
+    fig, (ax,) = figure(height=2.6)
+    bars = ax.bar(number, rows, color=BLUE)
+    ax.bar_label(bars, labels=[f"{n:,}" for n in rows], padding=2)
+    text = f"{(number * rows).sum():,} trained replies in {rows.sum():,} rows, {number.max()} in the longest conversation"
+    title(ax, text)
+    ax.set(xlabel="trained replies (assistant turns) a row", ylabel="rows", ylim=(0, rows.max() * 1.15))
+    ax.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
+    show(fig, f"Histogram of assistant turns a row. {text}.")
+
+
+def accounting_waterfall(lines: Sequence[tuple[str, int, int]]) -> None:
+    """lines: (name, rows added or taken away, rows that are left then), from the records read to the rows kept."""
+    names, change, left = (list(column) for column in zip(*lines, strict=True))
+    fig, (ax,) = figure(height=0.9 + 0.32 * len(lines))
+    colours = [BLUE if i in (0, len(lines) - 1) else GREEN if change[i] > 0 else VERMILION for i in range(len(lines))]
+    begins = [left[i] - max(change[i], 0) if colours[i] != BLUE else 0 for i in range(len(lines))]
+    bars = ax.barh(range(len(lines)), [abs(n) for n in change], left=begins, color=colours)
+    ax.bar_label(bars, labels=[f"{n:,}" if colours[i] == BLUE else f"{n:+,}" for i, n in enumerate(change)], padding=3)
+    ax.set_yticks(range(len(lines)), names)
+    ax.invert_yaxis()
+    most = max(range(len(lines)), key=lambda i: -change[i])
+    text = f"{left[-1]:,} rows are kept of {left[0]:,} records" + (f"; most are lost to: {names[most]}" if change[most] < 0 else "; none is lost")
+    title(ax, text)
+    ax.set(xlabel="rows", xlim=(0, max(left) * 1.15 or 1))
+    each = "; ".join(f"{name}: {n:+,}" for name, n in zip(names[1:-1], change[1:-1], strict=True))
+    show(fig, f"Waterfall of the accounting. {text}. {each}.")
+
+
 def coverage_curve(sizes: Sequence[int], shares: Sequence[float], chosen: int) -> None:
     """Share of supervised tokens that a draft vocabulary of N most frequent tokens covers."""
     share = float(np.interp(chosen, sizes, shares))

@@ -10,8 +10,10 @@ prompt alone, and the order of the rows on ids and seed. Neither moves when file
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,14 +24,14 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from eagle3lib import conversations, prepared, sources
+from eagle3lib import conversations, evalsets, prepared, sources
 from eagle3lib.accounting import Accounting
 from eagle3lib.answers import Answer, AnswerBook
 from eagle3lib.chat import Chat
 from eagle3lib.conversations import Drop, Record
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.options import Options
-from eagle3lib.prepared import Prepared, forecast, load_prepared
+from eagle3lib.prepared import Prepared, load_prepared
 from eagle3lib.preview import accounting_table, samples_html
 from eagle3lib.records import DUPLICATE, Item, Loaded, load, nothing_left
 from eagle3lib.replay import Replay, replay
@@ -37,9 +39,10 @@ from eagle3lib.rows import Draft, Encoded, Row, fit
 from eagle3lib.seen import Seen
 from eagle3lib.store import sample_id
 
-__all__ = ["Options", "accounting_table", "answer", "build", "forecast", "load", "load_prepared", "samples_html"]
+__all__ = ["Options", "accounting_table", "answer", "build", "load", "load_prepared", "samples_html"]
 
 ANSWERS = "answers.jsonl"
+_MODULES = ("chat", "conversations", "options", "overlap", "prepare", "prepared", "records", "replay", "rows", "seen", "sources")
 _CHUNK = 4096  # conversations in memory at a time
 _BATCH_CHARS = 300_000  # of text encoded at a time
 _HELDOUT_SEED = 0xEA61E3  # fixed: the split must not move with the run's seed
@@ -51,30 +54,71 @@ _HELDOUT_SEED = 0xEA61E3  # fixed: the split must not move with the run's seed
 def answer(loaded: Loaded, chat: Chat, engine: Any, run_dir: Path) -> AnswerBook:
     """Let the target answer every user turn; returns the book of answers, kept in <run>/answers.jsonl.
 
-    engine: `generate(ids, max_new_tokens=, temperature=, concurrency=, stop_token_ids=, progress=, on_result=)` as in
-    eagle3lib.engine.Engine, and perhaps `fingerprint`, which becomes part of what an answer is kept for. Killed at
-    any moment and run again, it asks only for what is missing.
+    engine: `generate(ids, max_new_tokens=, temperature=, concurrency=, stop_token_ids=, progress=, on_result=)`, with
+    sampling_seed= too when the temperature is not 0, as in eagle3lib.engine.Engine; and perhaps `fingerprint`, which
+    becomes part of what an answer is kept for. Killed at any moment and run again, it asks only for what is missing.
     """
     options = loaded.options
-    _require_context(options, chat)
+    _require_fit(options, chat)
     scope = {"target": chat.fingerprint, "engine": getattr(engine, "fingerprint", {}), "sampling": options.sampling}
     book = AnswerBook(Path(run_dir) / ANSWERS, scope)
-    with book:
+    with book, _Progress(_count_turns(loaded)) as progress:
         items = loaded.items(Accounting())
         while chunk := [item.record for item in itertools.islice(items, _CHUNK)]:
-            _answer_all(chunk, chat, engine, book, options)
+            _answer_all(chunk, chat, engine, book, options, progress)
+            progress.reached(sum(map(_turns, chunk)))
     return book
 
 
-def _require_context(options: Options, chat: Chat) -> None:
-    """A row is sent to the server with room for one new token."""
+def _turns(record: Record) -> int:
+    assert isinstance(record, conversations.Conversation)  # _read has seen to it
+    return sum(message["role"] == "user" for message in record.messages)
+
+
+def _count_turns(loaded: Loaded) -> int:
+    """Without a sample the source is read once more for this: a small part of the hours that it lets us foretell."""
+    items = loaded.items(Accounting())
+    return sum(_turns(item.record) for item in tqdm(items, desc="count", total=loaded.size, unit=" records", mininterval=1, leave=False))
+
+
+class _Progress:
+    """One bar over all user turns of all conversations: done, time left, tokens/s. Turns that were answered before, and
+    those that need no answer (dropped, or shared by conversations), count when their chunk is through."""
+
+    def __init__(self, turns: int):
+        self._bar = tqdm(total=turns, desc="answer", unit=" turns", mininterval=1)
+        self._begun, self._through, self._tokens_in, self._tokens_out = time.monotonic(), 0, 0, 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def replied(self, prompt_tokens: int, output_tokens: int) -> None:
+        self._tokens_in += prompt_tokens
+        self._tokens_out += output_tokens
+        seconds = max(time.monotonic() - self._begun, 1e-9)
+        self._bar.set_postfix_str(f"{self._tokens_in / seconds:,.0f} tok/s in, {self._tokens_out / seconds:,.0f} tok/s out", refresh=False)
+        self._bar.update()
+
+    def reached(self, turns: int) -> None:
+        """A chunk of so many turns is through."""
+        self._through += turns
+        self._bar.update(self._through - self._bar.n)
+
+
+def _require_fit(options: Options, chat: Chat) -> None:
+    """The options must suit the target. A row is sent to the server with room for one new token."""
+    if not options.train_thinking:
+        _ = chat.think_ids  # ParamError, before hours of answering
     if chat.context is not None and options.max_tokens >= chat.context:
         raise ParamError(f"max_tokens is {options.max_tokens}; it must be less than the target's context of {chat.context} tokens")
 
 
-def _answer_all(records: list[Record], chat: Chat, engine: Any, book: AnswerBook, options: Options) -> None:
+def _answer_all(records: list[Record], chat: Chat, engine: Any, book: AnswerBook, options: Options, progress: _Progress) -> None:
     """Round r asks the r-th user turn of every conversation that has one."""
-    for turn in itertools.count(1):
+    while True:
         missing: dict[bytes, list[int]] = {}
         waiting = []
         for record in records:
@@ -84,16 +128,17 @@ def _answer_all(records: list[Record], chat: Chat, engine: Any, book: AnswerBook
                 waiting.append(record)
         if not missing:
             return
-        _ask(list(missing.values()), f"answer turn {turn}", chat, engine, book, options)
+        _ask(list(missing.values()), chat, engine, book, options, progress)
         records = waiting
 
 
-def _ask(prompts: list[list[int]], label: str, chat: Chat, engine: Any, book: AnswerBook, options: Options) -> None:
+def _ask(prompts: list[list[int]], chat: Chat, engine: Any, book: AnswerBook, options: Options, progress: _Progress) -> None:
     def keep(index: int, reply: Any) -> None:
         book.put(prompts[index], _closed(reply, chat))
+        progress.replied(len(prompts[index]), len(reply.output_ids))
 
-    engine.generate(prompts, max_new_tokens=options.max_new_tokens, temperature=options.temperature, concurrency=options.concurrency,
-                    stop_token_ids=sorted(chat.stop_ids), progress=label, on_result=keep)
+    engine.generate(prompts, **options.sampling, concurrency=options.concurrency, stop_token_ids=sorted(chat.stop_ids), progress=None,
+                    on_result=keep)
 
 
 def _closed(reply: Any, chat: Chat) -> Answer:
@@ -120,7 +165,7 @@ def build(loaded: Loaded, chat: Chat, run_dir: Path, book: AnswerBook | None = N
     book: the answers, for answer="target". Raises Eagle3Error when no row is left, with the table of reasons.
     """
     options = loaded.options
-    _require_context(options, chat)
+    _require_fit(options, chat)
     if options.answer == "target" and book is None:
         raise Eagle3Error('answer="target" needs the book of answers: call prepare.answer first')
     key = _preparation_key(options, chat, book)
@@ -143,8 +188,16 @@ def _preparation_key(options: Options, chat: Chat, book: AnswerBook | None) -> s
     digests = [sources.digest(part.name) for part in options.mix()]
     if None in digests:
         return None
-    parts = [prepared.FORMAT, options.content(), chat.fingerprint, digests, book.scope_hash if book else None]
+    held_out = [[p.turns for p in evalsets.load(name)] for name in evalsets.NAMES] if options.decontaminate else []
+    parts = [prepared.FORMAT, options.content(), chat.fingerprint, sorted(chat.stop_ids), digests, held_out, _code(),
+             book.scope_hash if book else None]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+
+def _code() -> list[str]:
+    """What turns records into rows: our own modules, and the packages that render and encode."""
+    modules = [xxhash.xxh3_128_hexdigest(Path(__file__).with_name(f"{name}.py").read_bytes()) for name in _MODULES]
+    return modules + [f"{name} {importlib.metadata.version(name)}" for name in ("jinja2", "tokenizers", "transformers")]
 
 
 Outcome = tuple[Item, Row]
@@ -157,11 +210,19 @@ def _outcomes(loaded: Loaded, chat: Chat, book: AnswerBook | None, accounting: A
     pairs = _from_data(items, chat, options) if book is None else ((item, _answered(item.record, chat, book, options)) for item in items)
     for item, outcomes in pairs:
         accounting.of(item.source).rows_split += len(outcomes) - 1
+        accounting.own_starts += len(outcomes) * _has_own_starts(item.record)
         for outcome in outcomes:
             if isinstance(outcome, Drop):
                 accounting.drop(item.source, outcome.reason, item.where, outcome.detail)
             else:
                 yield item, outcome
+
+
+def _has_own_starts(record: Record) -> bool:
+    """May the replies of its rows lawfully begin elsewhere than behind the generation prompt that a user turn gets?"""
+    if isinstance(record, conversations.Conversation):
+        return any(message["role"] == "tool" for message in record.messages)  # some templates have no header behind a tool result
+    return isinstance(record, conversations.Tokenised) and record.loss_mask is not None
 
 
 def _from_data(items: Iterable[Item], chat: Chat, options: Options) -> Iterator[tuple[Item, list[Row | Drop]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -110,6 +111,7 @@ class Writer:
         self._buckets: dict[int, _Bucket] = {}
         self._totals = {"tokens": 0, "supervised_tokens": 0, "rows_heldout": 0}
         self._supervised = np.zeros(vocab_size, dtype=np.int64)  # how often each id is supervised
+        self._replies: Counter[int] = Counter()  # rows by their number of trained replies
 
     def __enter__(self) -> Writer:
         self._run.mkdir(parents=True, exist_ok=True)
@@ -132,6 +134,7 @@ class Writer:
         self._totals["tokens"] += len(ids)
         self._totals["supervised_tokens"] += len(taught)
         self._totals["rows_heldout"] += heldout
+        self._replies[int(mask[0]) + int(np.count_nonzero(mask[1:] & ~mask[:-1]))] += 1
         self._count(taught)
         if self._buffered >= _SPILL_TOKENS or len(self._rows) >= _SPILL_TOKENS // 32:
             self._spill()
@@ -157,10 +160,10 @@ class Writer:
         if self._buckets:
             self._spill()
         folder = self._temporary / FOLDER
-        curve = {"coverage": vocab.coverage_curve(self._supervised)}
+        curves = {"coverage": vocab.coverage_curve(self._supervised), "replies": sorted(self._replies.items())}
         try:
             _save(self._in_order(), folder, about.get("key") or "")
-            write_json(folder / ABOUT, {"format": FORMAT, **about, **self._totals, **accounting.to_dict(), **curve})
+            write_json(folder / ABOUT, {"format": FORMAT, **about, **self._totals, **accounting.to_dict(), **curves})
             _swap(folder, self._run / FOLDER)
         except OSError as error:
             raise self._refused(error) from None
@@ -249,29 +252,3 @@ def _swap(new: Path, place: Path) -> None:
     if place.exists():
         os.rename(place, old)
     os.rename(new, place)
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What extraction will cost. dump_bytes: the hidden states alone, tokens x (aux layers + last) x H x 2 in bf16."""
-
-    rows: int
-    tokens: int
-    supervised_tokens: int
-    dump_bytes: int
-    hours: float | None  # of prefill; None when no rate was given
-
-    def __repr__(self) -> str:
-        hours = "" if self.hours is None else f", about {self.hours:.2g} h of prefill"
-        return (f"{self.rows:,} rows, {self.tokens:,} tokens ({self.supervised_tokens:,} supervised): "
-                f"{self.dump_bytes / 1e9:,.3g} GB of hidden states{hours}")
-
-
-def forecast(
-    prepared: Prepared, *, hidden_size: int, aux_layers: int = 3, value_bytes: int = 2, prefill_tokens_per_s: float | None = None
-) -> Forecast:
-    """The dump's size for a target of this hidden size (value_bytes: 2 for bf16), and the time at a given prefill rate."""
-    a = prepared.about
-    dump_bytes = a["tokens"] * (aux_layers + 1) * hidden_size * value_bytes
-    hours = a["tokens"] / prefill_tokens_per_s / 3600 if prefill_tokens_per_s else None
-    return Forecast(a["rows_kept"], a["tokens"], a["supervised_tokens"], dump_bytes, hours)

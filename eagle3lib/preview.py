@@ -37,7 +37,17 @@ def accounting_table(prepared: Prepared) -> View:
     more = (("of these: held out", "rows_heldout"), ("tokens", "tokens"), ("supervised tokens", "supervised_tokens"))
     lines = accounting.table(a) + [(name, a[key], "") for name, key in more]
     cells = [(name, f"{n:,}", first) for name, n, first in lines]
-    return View("\n".join(accounting.as_lines(lines)), _table(("", "rows", "first met at"), cells))
+    text, page = "\n".join(accounting.as_lines(lines)), _table(("", "rows", "first met at"), cells)
+    if len(a["sources"]) > 1:
+        by_source = [(name, f"{n['rows_in']:,} in, {n['rows_kept']:,} kept", _losses(n)) for name, n in a["sources"].items()]
+        text += "\n" + "\n".join("  ".join(row) for row in by_source)
+        page += _table(("source", "rows", "left out"), by_source)
+    return View(text, page)
+
+
+def _losses(count: dict[str, Any]) -> str:
+    lost = {"not sampled": count["not_sampled"], **count["dropped"]}
+    return ", ".join(f"{n:,} {reason}" for reason, n in lost.items() if n)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -47,24 +47,34 @@ def check_prepared(checks: Checks, rows: Any, accounting: Mapping[str, Any], gen
     """The prepared rows are accounted for, have something to teach, and every reply starts where the server's does."""
     lost = accounting["rows_in"] - accounting["rows_kept"] - sum(accounting["dropped"].values())
     checks.add("rows in = kept + dropped", lost == 0 and len(rows) == accounting["rows_kept"], lost, 0, "records that vanish unseen", PREPARE)
-    bare = sum(not _has_label(row["loss_mask"]) for row in rows)
+    masks = rows.with_format("numpy")  # no Python object a token
+    bare = sum(not _has_label(row["loss_mask"]) for row in masks)
     checks.add("something to learn in every row", bare == 0, bare, 0, "a loss mask of zeros", PREPARE)
     marker = list(generation_prompt)
-    wrong = sum(not _starts_behind(row["input_ids"], row["loss_mask"], marker) for row in rows) if marker else 0
-    checks.add("replies start behind the generation prompt", wrong == 0, wrong, 0, "a mask shifted against the reply", PREPARE)
+    exact = accounting.get("options", {}).get("train_thinking", True)
+    wrong = sum(not _starts_behind(row["input_ids"], row["loss_mask"], marker, exact) for row in masks) if marker else 0
+    lawful = accounting.get("own_starts", 0)  # rows with masks of their own, or with tool results
+    checks.add("replies start behind the generation prompt", wrong <= lawful, wrong, lawful, "a mask shifted against the reply", PREPARE)
     heldout = sum(rows["heldout"])
     checks.add("rows held out", 0 < heldout < len(rows), heldout, f"1 to {len(rows) - 1}", "no row to validate on, or none to train on",
                "Raise max_prompts, or heldout_share.")
 
 
-def _has_label(mask: Sequence[bool]) -> bool:
+def _has_label(mask: np.ndarray) -> bool:
     """Two supervised tokens in a row: the first is input, the second label."""
-    return any(a and b for a, b in zip(mask, mask[1:], strict=False))
+    return bool((mask[:-1] & mask[1:]).any())
 
 
-def _starts_behind(ids: Sequence[int], mask: Sequence[bool], marker: list[int]) -> bool:
-    starts = [t for t in range(len(mask)) if mask[t] and (t == 0 or not mask[t - 1])]
-    return all(list(ids[max(0, t - len(marker)): t]) == marker for t in starts)
+def _starts_behind(ids: np.ndarray, mask: np.ndarray, marker: list[int], exact: bool) -> bool:
+    """Does every supervised stretch begin behind the generation prompt? exact: right behind it; else untrained thinking may
+    stand between the two, but no other stretch."""
+    before = 0
+    for t in np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]])).tolist():
+        last = t - len(marker)
+        if not any(ids[i : i + len(marker)].tolist() == marker for i in range(last, last - 1 if exact else before - 1, -1) if i >= before):
+            return False
+        before = t
+    return True
 
 
 # who dumped it -----------------------------------------------------------------------------------------------------

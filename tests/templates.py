@@ -1,4 +1,4 @@
-"""Four template styles, each twice: as the Jinja that the library sees, and as plain Python that says which text is a
+"""Five template styles, each twice: as the Jinja that the library sees, and as plain Python that says which text is a
 reply. The Python one is the oracle of the mask tests; it shares no code with the library."""
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ TOOLS = (
     "{{ '<tool_call>' + (c['function'] | tojson) + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-JINJA = {"chatml": CHATML, "llama3": LLAMA3, "thinking": THINKING, "tools": TOOLS}
+# A conversation that is not to go on ends with one more token (Phi-3): what is rendered up to a reply is then no prefix.
+CLOSED = CHATML + "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}"
+JINJA = {"chatml": CHATML, "llama3": LLAMA3, "thinking": THINKING, "tools": TOOLS, "closed": CLOSED}
 LLAMA3_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 
@@ -64,7 +66,7 @@ def pieces(style: str, messages: list[dict], tools: list[dict] | None = None) ->
             found.append((f"<|im_start|>user\n<tool_response>{m['content']}</tool_response><|im_end|>\n", None))
         else:
             found.append((f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n", None))
-    return found
+    return [*found, ("<|endoftext|>", None)] if style == "closed" else found
 
 
 def _reply(style: str, message: dict, latest: bool) -> str:

@@ -20,7 +20,7 @@ from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.rows import NOT_A_PREFIX, TOO_LONG, TOO_SHORT, Draft, Row, fit
 
 STYLES = tuple(templates.JINJA)
-CONTROL = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "thinking": "<|im_start|>", "tools": "<|endoftext|>"}
+CONTROL = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "thinking": "<|im_start|>", "tools": "<|endoftext|>", "closed": "<|im_end|>"}
 NASTY = [
     "assistant\n", "<|im_start", "\n\nuser\n", "</think>", "<tool_call>{}</tool_call>", "\U0001f600\u200d\U0001f4bb", "\u0645\u0631",
     "e\u0301", "\u2028", "\x00", "{{ 7*7 }}", "  ",
@@ -159,6 +159,28 @@ def test_thinking_untrained_begins_behind_the_closing_tag() -> None:
     assert tokenizer.decode([i for i, m in zip(row.input_ids, row.loss_mask, strict=True) if m]) == "\n\n2<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("opened_by", "reply", "taught"),
+    [("reply", "<think>hm</think>yes", "yes"), ("reply", "<think>hm and then it was cut", ""), ("reply", "no thought", "no thought"),
+     ("prompt", "hm</think>yes", "yes"), ("prompt", "hm and then it was cut", ""), ("closed prompt", "plain", "plain")],
+)  # fmt: skip
+def test_thinking_that_was_cut_is_no_answer(opened_by: str, reply: str, taught: str) -> None:
+    tokenizer = templates.bytes_of("chatml")
+    tokenizer.add_tokens(["<think>", "</think>"])
+    opening = {"reply": "", "prompt": "<think>", "closed prompt": "<think></think>"}[opened_by]
+    tokenizer.chat_template = templates.CHATML.replace("assistant\n", f"assistant\n{opening}")
+    chat, ids = Chat(tokenizer), tokenizer(reply, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids[chat.thinking_length(ids) :]) == taught
+
+
+def test_days_do_not_change_rows() -> None:
+    tokenizer = templates.bytes_of("chatml")
+    tokenizer.chat_template = "{{ 'Today: ' + (day or strftime_now('%d %b %Y')) + '\n' }}" + templates.CHATML
+    ask: list[dict] = [{"role": "user", "content": "a"}]
+    assert Chat(tokenizer).render(ask).startswith("Today: 26 Jul 2024\n")
+    assert Chat(tokenizer, template_options={"day": "1 May"}).render(ask).startswith("Today: 1 May\n")
+
+
 def test_last_turn_only() -> None:
     messages = [{"role": r, "content": c} for r, c in [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]]
     chat = chat_of("chatml")
@@ -239,6 +261,43 @@ def test_two_bos_of_a_template_become_one() -> None:
     assert (row,) == tuple(Chat(templates.bytes_of("llama3")).rows(parse({"prompt": "a", "response": "b"})))
 
 
+def test_given_ids_get_exactly_one_bos_too() -> None:
+    tokenizer = templates.bytes_of("llama3")
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, bos)])
+    for front in ([], [bos], [bos, bos]):
+        (row,) = Chat(tokenizer).rows(Tokenised([*front, 5, 6, 7], [False] * len(front) + [False, True, True]))
+        assert row == Row([bos, 5, 6, 7], [False, False, True, True])
+
+
+def test_stop_tokens_that_are_not_marked_special_end_replies_and_may_not_be_typed() -> None:
+    """Some tokenizers do not mark <|im_end|> as special; generation_config.json says that it stops."""
+    tokenizer = templates.bytes_of("chatml")
+    tokenizer.add_tokens(["<|over|>"])
+    tokenizer.chat_template = templates.CHATML.replace("<|im_end|>", "<|over|>")
+    chat = Chat(tokenizer, stop_ids=tokenizer.convert_tokens_to_ids(["<|over|>"]))
+    (row,) = chat.rows(parse({"prompt": "a", "response": "b"}))
+    assert tokenizer.decode([i for i, m in zip(row.input_ids, row.loss_mask, strict=True) if m]) == "b<|over|>"
+    (drop,) = chat.rows(parse({"prompt": "a <|over|>", "response": "b"}))
+    assert isinstance(drop, Drop) and drop.reason == "control token in text"
+
+
+def test_control_tokens_are_found_in_every_text_and_however_they_are_spelt() -> None:
+    tokenizer = templates.bytes_of("tools")
+    tokenizer.add_special_tokens({"additional_special_tokens": ['<|"|>', "<\\n>"]})
+    chat = Chat(tokenizer)
+    call = {"function": {"name": "f", "arguments": {"q": "x", "deep": [{"<|im_end|>": 1}]}}}
+    for token in ('<|"|>', "<\\n>", "<|im_end|>"):
+        for record in (
+            {"prompt": token, "response": "b"}, {"prompt": "a", "response": token}, {"system": token, "prompt": "a", "response": "b"},
+            {"prompt": "a", "response": "b", "tools": [{"name": "b", "description": token}]},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": token}]},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]},
+        ):  # fmt: skip
+            (drop,) = chat.rows(parse(record))
+            assert isinstance(drop, Drop) and drop.reason == "control token in text", record
+
+
 def test_rendered_text_and_bare_ids_get_the_same_mask_as_the_conversation() -> None:
     for style in STYLES:
         chat = chat_of(style)
@@ -294,6 +353,9 @@ def test_encoding_by_the_last_control_token_equals_encoding_the_whole() -> None:
 def test_chat_of_a_folder_knows_its_stop_tokens(tiny: Any) -> None:
     chat = Chat.of(tiny)
     assert chat.stop_ids == {2} and chat.end_of_turn == 2
+    for wrong in ("[1]", "{", "enable_thinking"):
+        with pytest.raises(ParamError, match="wanted a JSON object"):
+            Chat.of(tiny, wrong)
     assert {"tokenizer", "chat_template", "template_options"} <= set(chat.fingerprint)
 
 
@@ -312,4 +374,7 @@ def test_template_options_reach_the_template() -> None:
     ask: list[dict] = [{"role": "user", "content": "a"}]
     quiet, loud = Chat(tokenizer), Chat(tokenizer, template_options={"loud": True})
     assert loud.render(ask) == quiet.render(ask) + "!" and loud.fingerprint != quiet.fingerprint
+    for wrong in ({"lound": True}, {"messages": []}, {"oud": 1}):
+        with pytest.raises(ParamError, match=f"knows no option '{next(iter(wrong))}'"):
+            Chat(tokenizer, template_options=wrong)
     assert isinstance(parse({"messages": ask}), Conversation)

@@ -28,6 +28,9 @@ def shown(monkeypatch):
 
 @pytest.mark.parametrize("draw", [
     lambda: plots.token_histogram([10, 20, 30], [5, 8, 9]),
+    lambda: plots.replies_histogram([(1, 4), (3, 2)]),
+    lambda: plots.accounting_waterfall([("records read", 10, 10), ("split", 3, 13), ("empty reply", -5, 8), ("rows kept", 8, 8)]),
+    lambda: plots.accounting_waterfall([("records read", 10, 10), ("rows kept", 10, 10)]),
     lambda: plots.coverage_curve([1024, 4096], [0.9, 0.99], 2048),
     lambda: plots.coverage_curve([320], [1.0], 256),
     lambda: plots.dump_sizes([1e6, 2e6], 3_000_000, 3_000_100),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import templates
 import xxhash
 from preparing import answered, pairs, shown, talk
 
-from eagle3lib import prepare, prepared
+from eagle3lib import params, prepare, prepared, verify, vocab
 from eagle3lib.chat import Chat
+from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.preview import View
 from eagle3lib.rows import Row
@@ -88,19 +93,51 @@ def test_other_answers_to_a_prompt_are_on_its_side(tmp_path: Path, chat: Chat) -
 
 
 def test_unchanged_preparation_is_reused_and_any_change_makes_a_new_one(tmp_path: Path, chat: Chat) -> None:
-    def age(**options: Any) -> int:
+    def age(chat: Chat = chat, **options: Any) -> int:
         answered(tmp_path, chat, options.pop("records", pairs(5)), **options)
         return (tmp_path / "prepared" / "prepared.json").stat().st_mtime_ns
 
     first = age()
     assert age() == first == age(concurrency=3)
-    second = age(max_tokens=500)
-    assert second != first and age(records=pairs(6), max_tokens=500) != second
-    tokenizer = templates.bytes_of("chatml")
-    third = age()
-    other = Chat(tokenizer, fingerprint={"chat_template": "other"})
-    prepare.build(prepare.load(prepare.Options(prompts=str(tmp_path / "data.jsonl"), answer="data", max_prompts=0)), other, tmp_path)
-    assert (tmp_path / "prepared" / "prepared.json").stat().st_mtime_ns != third
+    other = Chat(templates.bytes_of("chatml"), fingerprint={"chat_template": "other"})
+    last = first
+    for change in (dict(records=pairs(6)), dict(chat=other), dict(chat=Chat(templates.bytes_of("chatml"), stop_ids=[9])), *CHANGES):
+        changed = age(**change)
+        assert changed not in (first, last), change
+        assert age(**change) == changed, change
+        last = changed
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"max_tokens": 500}, {"max_prompts": 3}, {"heldout_share": 0.4}, {"seed": 1}, {"temperature": 0.5}, {"sampling_seed": 5}, {"truncated": "drop"},
+    {"train_turns": "last"}, {"decontaminate": False}, {"near_duplicates": 0.9}, {"broken_records": "drop"}, {"max_new_tokens": 9},
+]  # fmt: skip
+
+
+def test_every_option_is_a_parameter_of_the_notebook_and_named_above() -> None:
+    """What decides the rows can be set, reaches the options, and is part of a preparation's identity."""
+    names = {field.name for field in fields(prepare.Options)}
+    notebook = Path(__file__).parents[1] / "notebooks" / "01_prepare.ipynb"
+    sources = ["".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    (call,) = [node for source in sources for node in ast.walk(ast.parse(source))
+               if isinstance(node, ast.Call) and ast.unparse(node.func) == "prepare.Options"]  # fmt: skip
+    assert {k.arg: ast.unparse(k.value) for k in call.keywords} == {name: name for name in names}
+    declared = params.read_notebook(notebook)
+    for field in fields(prepare.Options):
+        assert declared[field.name].default == (["chitchat"] if field.name == "prompts" else field.default)
+    assert names - {key for change in CHANGES for key in change} == {"prompts", "answer", "concurrency", "train_thinking"}  # tested elsewhere
+
+
+def test_few_rows_and_many_give_the_same_folder(tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through buckets on disk, in several files, as in memory."""
+    few = answered(tmp_path / "1", chat, pairs(300))
+    monkeypatch.setattr(prepared, "_SPILL_TOKENS", 2000)
+    monkeypatch.setattr(prepared, "_FILE_BYTES", 3000)
+    many = answered(tmp_path / "2", chat, pairs(300))
+    assert len(list(many.folder.glob("*.arrow"))) > 3 and len(list(few.folder.glob("*.arrow"))) == 1
+    assert few.rows.to_list() == many.rows.to_list()
+    assert datasets.load_from_disk(str(many.folder)).to_list() == many.rows.to_list()
+    assert not list((tmp_path / "2").glob(".prepared*"))
 
 
 def test_damaged_folders_are_refused_and_remade(tmp_path: Path, chat: Chat) -> None:
@@ -135,6 +172,36 @@ def test_types_of_the_columns(tmp_path: Path, chat: Chat) -> None:
     assert set(rows.column_names) == {"input_ids", "loss_mask", "n_tokens", "n_supervised", "source", "sample_id", "heldout"}
 
 
+# checks ------------------------------------------------------------------------------------------------------------
+
+
+def checked(data: prepared.Prepared, chat: Chat, rows: Any = None) -> list[str]:
+    """The names of the checks that fail."""
+    checks = Checks()
+    verify.check_prepared(checks, rows or data.rows, data.about, chat.generation_prompt)
+    return [check.name for check in checks.failed]
+
+
+STARTS = "replies start behind the generation prompt"
+
+
+def test_shifted_masks_are_seen_and_lawful_ones_are_not_blamed(tmp_path: Path) -> None:
+    tokenizer = templates.bytes_of("tools")
+    tokenizer.add_tokens(["<think>", "</think>"])
+    chat = Chat(tokenizer)
+    thought = [talk(("user", f"q{i}"), ("assistant", f"<think>hm {i}</think>yes {i}"), ("user", "and"), ("assistant", "no")) for i in range(9)]
+    data = answered(tmp_path, chat, [*pairs(9), *thought], heldout_share=0.5)
+    assert checked(data, chat) == []
+    shifted = datasets.Dataset.from_list([{**row, "loss_mask": [False, *row["loss_mask"][:-1]]} for row in data.rows])
+    assert checked(data, chat, shifted) == [STARTS]
+    without = answered(tmp_path, chat, [*pairs(9), *thought], heldout_share=0.5, train_thinking=False)
+    assert checked(without, chat) == []
+    early = datasets.Dataset.from_list([{**row, "loss_mask": [*row["loss_mask"][60:], *[True] * 60]} for row in without.rows])
+    assert STARTS in checked(without, chat, early)
+    own = answered(tmp_path, chat, [*pairs(9), {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}], heldout_share=0.5)
+    assert own.about["own_starts"] == 1 and checked(own, chat) == []
+
+
 # what the notebook shows -------------------------------------------------------------------------------------------
 
 
@@ -149,12 +216,12 @@ def test_views_escape_and_mark(tmp_path: Path, chat: Chat) -> None:
     assert "<td style='text-align:left'>dropped: record is not an object</td>" in table._repr_html_()
 
 
-def test_metrics_and_forecast(tmp_path: Path, chat: Chat) -> None:
-    data = answered(tmp_path, chat, pairs(4))
+def test_metrics_coverage_and_turns(tmp_path: Path, chat: Chat) -> None:
+    long = talk(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "b d"))
+    data = answered(tmp_path, chat, [*pairs(4), long])
     metrics = data.metrics()
-    assert metrics["rows_in"] == metrics["rows_kept"] == 4
+    assert metrics["rows_in"] == metrics["rows_kept"] == 5
     assert metrics["tokens"] == sum(data.rows["n_tokens"]) and metrics["supervised_tokens"] == sum(map(sum, data.rows["loss_mask"]))
-    forecast = prepare.forecast(data, hidden_size=64, aux_layers=3, prefill_tokens_per_s=880)
-    assert forecast.dump_bytes == metrics["tokens"] * 4 * 64 * 2
-    assert forecast.hours == pytest.approx(metrics["tokens"] / 880 / 3600)
-    assert f"{metrics['tokens']:,} tokens" in repr(forecast)
+    assert data.about["replies"] == [[1, 4], [2, 1]]
+    counts = vocab.count_supervised(data.rows["input_ids"], data.rows["loss_mask"], len(chat.tokenizer))
+    assert data.about["coverage"] == [list(point) for point in vocab.coverage_curve(counts)]
