@@ -22,6 +22,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -180,7 +181,7 @@ class Chat:
         self._refuse_control_tokens(conversation)
         replies = conversation.replies if train == "all" else conversation.replies[-1:]
         if not replies:
-            raise Drop("no reply in the record")
+            raise Drop("no reply in the record", "with a weight above 0" if conversation.unwanted else "")
         draft = self._draft(conversation, replies, thinking)
         return [draft] if draft else self._split(conversation, replies, thinking)
 
@@ -189,7 +190,7 @@ class Chat:
         found: list[Draft | Row | Drop] = []
         for reply in replies:
             try:
-                upto = Conversation(conversation.messages[: reply + 1], conversation.tools)
+                upto = replace(conversation, messages=conversation.messages[: reply + 1])
                 found.append(self._draft(upto, [reply], thinking) or Drop(NOT_A_PREFIX))
             except Drop as drop:
                 found.append(drop)
@@ -234,6 +235,8 @@ class Chat:
             if begin is None or end is None or begin >= end:
                 return None
             self._check_reply_shown(message, encoded.text_of(draft.histories[n], end), draft.thinking)
+            if draft.replies[n] in conversation.cut and ids[end - 1] in self.stop_ids:
+                end -= 1  # the template ends every turn; this one never ended
             if not draft.thinking:
                 begin += self.thinking_length(ids[begin:end])
             mask[begin:end] = [True] * (end - begin)

@@ -42,15 +42,20 @@ class Drop(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in a trainable order: perhaps a system turn, then user, reply, user, reply, ..; tool results behind calls."""
+    """Turns in a trainable order: perhaps a system turn, then user, reply, user, reply, ..; tool results behind calls.
+
+    unwanted: replies that the data say are not to be trained. cut: replies that ended at a token limit.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    unwanted: frozenset[int] = frozenset()
+    cut: frozenset[int] = frozenset()
 
     @property
     def replies(self) -> list[int]:
-        """Indices of the assistant's turns."""
-        return [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        """Indices of the assistant's turns that may be trained."""
+        return [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and i not in self.unwanted]
 
     @property
     def texts(self) -> list[str]:
@@ -80,7 +85,8 @@ class Conversation:
     @cached_property
     def canonical(self) -> str:
         """One text per content, whatever shape and key order the record had."""
-        return json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
+        marks = [sorted(self.unwanted), sorted(self.cut)] if self.unwanted or self.cut else []
+        return json.dumps([self.messages, self.tools, *marks], sort_keys=True, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -174,9 +180,13 @@ def _shape(raw: dict[str, Any]) -> Record:
         return _rendered(raw["text"])
     if turns is None:
         raise Drop("no conversation in the record", f"keys {', '.join(map(str, list(raw)[:8]))}")
-    messages = [_message(turn) for turn in _system(raw, _list(turns, "turns are not a list"))]
+    turns = _system(raw, _list(turns, "turns are not a list"))
+    messages = [_message(turn) for turn in turns]
     _check_order(messages)
-    return Conversation(messages, _tools(raw.get("tools")))
+    unwanted = frozenset(i for i, turn in enumerate(turns) if turn.get("weight") == 0)  # OpenAI's fine-tuning format
+    cut = {i for i, turn in enumerate(turns) if turn.get("finish_reason") == "length"}
+    cut |= {len(turns) - 1} if raw.get("finish_reason") == "length" and messages[-1]["role"] == "assistant" else set()
+    return Conversation(messages, _tools(raw.get("tools")), unwanted, frozenset(cut))
 
 
 def _first(raw: dict[str, Any], keys: tuple[str, ...]) -> Any:

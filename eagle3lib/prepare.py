@@ -35,7 +35,7 @@ from eagle3lib.prepared import Prepared, load_prepared
 from eagle3lib.preview import accounting_table, samples_html
 from eagle3lib.records import DUPLICATE, Item, Loaded, load, nothing_left
 from eagle3lib.replay import Replay, replay
-from eagle3lib.rows import Draft, Encoded, Row, fit
+from eagle3lib.rows import CUT, Draft, Encoded, Row, fit
 from eagle3lib.seen import Seen
 from eagle3lib.store import sample_id
 
@@ -244,7 +244,7 @@ def _batches(items: Iterable[Item], chat: Chat, options: Options) -> Iterator[tu
     plans: list[list[Draft | Row | Drop]] = []
     size = 0
     for item in items:
-        plan = chat.plan(item.record, train=options.train_turns, thinking=options.train_thinking)
+        plan = _plan(item.record, chat, options)
         batch.append(item)
         plans.append(plan)
         size += 256 + sum(len(part.text) for part in plan if isinstance(part, Draft))
@@ -252,6 +252,12 @@ def _batches(items: Iterable[Item], chat: Chat, options: Options) -> Iterator[tu
             yield batch, plans
             batch, plans, size = [], [], 0
     yield batch, plans
+
+
+def _plan(record: Record, chat: Chat, options: Options) -> list[Draft | Row | Drop]:
+    if options.truncated == "drop" and isinstance(record, conversations.Conversation) and record.cut:
+        return [Drop(CUT)]
+    return chat.plan(record, train=options.train_turns, thinking=options.train_thinking)
 
 
 def _finished(chat: Chat, batch: list[Item], encoded: Future[list[list[Encoded | Row | Drop]]]) -> Iterator[tuple[Item, list[Row | Drop]]]:

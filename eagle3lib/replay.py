@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from eagle3lib.answers import Answer, AnswerBook
 from eagle3lib.chat import Chat
 from eagle3lib.conversations import Conversation, Drop, Message, Record
-from eagle3lib.rows import Row
+from eagle3lib.rows import CUT, Row
 
 PROMPT_TOO_LONG = "prompt leaves no room for a reply within max_tokens"
 
@@ -73,7 +73,7 @@ def _usable(chat: Chat, answer: Answer, truncated: str) -> list[int]:
     if answer.finish_reason == "refused":
         raise Drop("prompt refused by the server", answer.error[:200])
     if answer.finish_reason == "length" and truncated == "drop":
-        raise Drop("reply cut at the token limit")
+        raise Drop(CUT)
     if not chat.decode_reply(answer.output_ids).strip():
         raise Drop("empty reply")
     return answer.output_ids

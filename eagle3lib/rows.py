@@ -8,6 +8,7 @@ from typing import Any
 
 from eagle3lib.conversations import Drop, Record
 
+CUT = "reply cut at the token limit"
 NOT_A_PREFIX = "history is not a token prefix of the reply's render"
 TOO_LONG = "no supervised tokens within max_tokens"
 TOO_SHORT = "reply too short to train on"

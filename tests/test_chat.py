@@ -136,58 +136,6 @@ def test_control_token_typed_into_text_is_dropped(style: str, role: str) -> None
         chat_of(style).prompt_ids(messages[:1] if role == "user" else messages)
 
 
-def test_thinking_template_gives_one_row_per_reply() -> None:
-    messages = [
-        {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2", "reasoning_content": "one and one"},
-        {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4", "reasoning_content": "two and two"},
-    ]  # fmt: skip
-    chat = chat_of("thinking")
-    rows = chat.rows(parse({"messages": messages}))
-    taught = [chat.tokenizer.decode([i for i, m in zip(r.input_ids, r.loss_mask, strict=True) if m]) for r in rows]
-    assert taught == ["<think>\none and one\n</think>\n\n2<|im_end|>", "<think>\ntwo and two\n</think>\n\n4<|im_end|>"]
-    assert "one and one" not in chat.tokenizer.decode(rows[1].input_ids)
-
-
-def test_thinking_untrained_begins_behind_the_closing_tag() -> None:
-    tokenizer = templates.bytes_of("thinking")
-    with pytest.raises(ParamError, match="</think>"):
-        Chat(tokenizer).rows(parse({"prompt": "a", "response": "b"}), thinking=False)
-    tokenizer.add_tokens(["<think>", "</think>"])
-    chat = Chat(tokenizer)
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2", "reasoning_content": "hm"}]
-    (row,) = chat.rows(parse({"messages": messages}), thinking=False)
-    assert tokenizer.decode([i for i, m in zip(row.input_ids, row.loss_mask, strict=True) if m]) == "\n\n2<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("opened_by", "reply", "taught"),
-    [("reply", "<think>hm</think>yes", "yes"), ("reply", "<think>hm and then it was cut", ""), ("reply", "no thought", "no thought"),
-     ("prompt", "hm</think>yes", "yes"), ("prompt", "hm and then it was cut", ""), ("closed prompt", "plain", "plain")],
-)  # fmt: skip
-def test_thinking_that_was_cut_is_no_answer(opened_by: str, reply: str, taught: str) -> None:
-    tokenizer = templates.bytes_of("chatml")
-    tokenizer.add_tokens(["<think>", "</think>"])
-    opening = {"reply": "", "prompt": "<think>", "closed prompt": "<think></think>"}[opened_by]
-    tokenizer.chat_template = templates.CHATML.replace("assistant\n", f"assistant\n{opening}")
-    chat, ids = Chat(tokenizer), tokenizer(reply, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids[chat.thinking_length(ids) :]) == taught
-
-
-def test_days_do_not_change_rows() -> None:
-    tokenizer = templates.bytes_of("chatml")
-    tokenizer.chat_template = "{{ 'Today: ' + (day or strftime_now('%d %b %Y')) + '\n' }}" + templates.CHATML
-    ask: list[dict] = [{"role": "user", "content": "a"}]
-    assert Chat(tokenizer).render(ask).startswith("Today: 26 Jul 2024\n")
-    assert Chat(tokenizer, template_options={"day": "1 May"}).render(ask).startswith("Today: 1 May\n")
-
-
-def test_last_turn_only() -> None:
-    messages = [{"role": r, "content": c} for r, c in [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]]
-    chat = chat_of("chatml")
-    (row,) = chat.rows(parse({"messages": messages}), train="last")
-    assert chat.tokenizer.decode([i for i, m in zip(row.input_ids, row.loss_mask, strict=True) if m]) == "d<|im_end|>"
-
-
 STRIPS_THINKING = templates.CHATML.replace("message['content'] + '<|im_end|>'", "message['content'].split('</think>')[-1] + '<|im_end|>'")
 OPENS_THINKING = templates.CHATML.replace("assistant\n", "assistant\n<think>\n")
 NO_TOOLS = {"prompt": "a", "response": "b", "tools": [{"function": {"name": "look_up"}}]}

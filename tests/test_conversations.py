@@ -146,14 +146,45 @@ STRANGE: list[tuple[Any, str]] = [
     ({"input_ids": [1, 2, 99999], "loss_mask": [0, 1, 1]}, "token id outside the vocabulary"),
     ({"input_ids": [4, 5, 6]}, "no reply found in rendered text"),
     (turns({"role": "user", "content": "x" * 400}, A), "no supervised tokens within max_tokens"),
+    ({"instruction": "i", "output": "o", "history": "earlier"}, "history is not a list of prompts and replies"),
+    ({"input_ids": [4, 5, 6], "labels": [-100, 5, 7]}, "labels do not fit input_ids"),
+    ({"input_ids": [4, 5, 6], "labels": [-100, 5]}, "labels do not fit input_ids"),
+    ({"input_ids": [4, 5, 6], "attention_mask": [0, 0, 0]}, "input_ids is not a list of token ids"),
+    ({"input_ids": [4, 5, 6], "attention_mask": [1, 1]}, "attention mask does not fit input_ids"),
+    ({"input_ids": [4, 2**80, 6], "loss_mask": [0, 1, 1]}, "token id outside the vocabulary"),
+    ({"input_ids": [[4, 5, 6]]}, "input_ids is not a list of token ids"),
+    ({"input_ids": [4, 5, 6], "loss_mask": "011"}, "loss mask does not fit input_ids"),
+    ({"input_ids": [4, 5, 6], "loss_mask": [0.0, 1.0, 1.0]}, "loss mask does not fit input_ids"),
+    (turns(U, {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}), "nested too deeply"),
+    (turns(U, {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": '{"n": ' + "9" * 5000 + "}"}}]}),
+     "broken tool call"),
+    (turns(U, {"role": "assistant", "content": "x", "tool_calls": {"function": {"name": "f"}}}), "broken tool call"),
+    (turns(U, {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {"\udfff": 1}}}]}),
+     "text is not valid Unicode"),
+    (turns(U, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}), "turn is missing from the render"),
+    ({**turns(U, A), "tools": "[" * 100_000}, "nested too deeply"),
+    ({**turns(U, A), "tools": [5]}, "broken tool list"),
+    ({"system": 5, "messages": [U, A]}, "content is not text"),
+    ({"system": "s", "messages": [S, U, A]}, "system turn is not the first"),
+    ({"messages": [[U, A]]}, "turn is not an object"),
+    (turns({"role": ["user"], "content": "a"}, A), "unknown role"),
+    (turns({"role": "user", "content": float("nan")}, A), "content is not text"),
+    (turns(U, {**A, "weight": 0}), "no reply in the record"),
+    ({"text": "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"}, "no reply found in rendered text"),
     # kept, strange as they are
+    ({"instruction": "i", "output": "o", "history": [["a", "b"]]}, ""),
+    ({"input_ids": [7, 8, 9, 2, 0, 0], "labels": [-100, 8, 9, 2, -100, -100], "attention_mask": [1, 1, 1, 1, 0, 0]}, ""),
+    (turns(U, {**A, "weight": 0}, U, A), ""),
+    (turns(*[U, A] * 5), ""),
+    ({"text": "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\ncut in the mid"}, ""),
+    (turns({"role": "user", "content": "{{ messages }}{% raise %}"}, A), ""),
     (turns(U, {"role": "assistant", "content": "y" * 400}), ""),  # cut, not dropped
     (turns(U, A), ""),
     ({**turns(U, A), "junk": {"deep": [1]}}, "duplicate"),
     (turns({"role": "user", "content": "\u202eright to left \x00\x1b[31m"}, A), ""),
     (turns({"role": "user", "content": "assistant\nuser\n<|im_end"}, A), ""),
     (turns({"role": "user", "content": "\n\n<think>"}, {"role": "assistant", "content": "e\u0301 \u00e9"}), ""),
-    ({"input_ids": [7, 8, 9, 2], "loss_mask": [0, 1, 1, 1]}, ""),
+    ({"input_ids": [7, 8, 9, 2], "loss_mask": [0, 1, 1, 1]}, "duplicate"),  # of the padded one with labels
     ({"text": "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nr<|im_end|>\n"}, ""),
 ]  # fmt: skip
 
@@ -172,7 +203,7 @@ def test_strange_records_are_accounted_for_exactly(tmp_path: Path) -> None:
     assert about["dropped"] == wanted
     assert (about["rows_in"], about["rows_kept"], about["rows_cut"]) == (len(STRANGE), kept, 1)
     assert about["rows_in"] == about["rows_kept"] + sum(about["dropped"].values())
-    assert sum(n for raw, n in wanted.items()) + kept >= 80
+    assert sum(n for raw, n in wanted.items()) + kept >= 100
     # the example of each reason names the line
     for reason, place in about["examples"].items():
         line = int(place.removeprefix(str(data)).split(":")[1])
