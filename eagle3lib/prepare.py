@@ -13,9 +13,10 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,18 +55,23 @@ _HELDOUT_SEED = 0xEA61E3  # fixed: the split must not move with the run's seed
 def answer(loaded: Loaded, chat: Chat, engine: Any, run_dir: Path) -> AnswerBook:
     """Let the target answer every user turn; returns the book of answers, kept in <run>/answers.jsonl.
 
-    engine: `generate(ids, max_new_tokens=, temperature=, concurrency=, stop_token_ids=, progress=, on_result=)`, with
-    sampling_seed= too when the temperature is not 0, as in eagle3lib.engine.Engine; and perhaps `fingerprint`, which
-    becomes part of what an answer is kept for. Killed at any moment and run again, it asks only for what is missing.
+    engine: one, or several alike that share the prompts. Each has `generate(ids, max_new_tokens=, temperature=,
+    concurrency=, stop_token_ids=, progress=, on_result=)`, with sampling_seed= too when the temperature is not 0, as in
+    eagle3lib.engine.Engine; and perhaps `fingerprint`, which becomes part of what an answer is kept for. Killed at any
+    moment and run again, it asks only for what is missing.
     """
     options = loaded.options
     _require_fit(options, chat)
-    scope = {"target": chat.fingerprint, "engine": getattr(engine, "fingerprint", {}), "sampling": options.sampling}
+    engines = list(engine) if isinstance(engine, Sequence) else [engine]
+    marks = [getattr(one, "fingerprint", {}) for one in engines]
+    if any(mark != marks[0] for mark in marks):
+        raise Eagle3Error("the engines that are to answer differ in version, dtype or settings; start them alike, or answer with one")
+    scope = {"target": chat.fingerprint, "engine": marks[0], "sampling": options.sampling}
     book = AnswerBook(Path(run_dir) / ANSWERS, scope)
     with book, _Progress(_count_turns(loaded)) as progress:
         items = loaded.items(Accounting())
         while chunk := [item.record for item in itertools.islice(items, _CHUNK)]:
-            _answer_all(chunk, chat, engine, book, options, progress)
+            _answer_all(chunk, chat, engines, book, options, progress)
             progress.reached(sum(map(_turns, chunk)))
     return book
 
@@ -116,7 +122,7 @@ def _require_fit(options: Options, chat: Chat) -> None:
         raise ParamError(f"max_tokens is {options.max_tokens}; it must be less than the target's context of {chat.context} tokens")
 
 
-def _answer_all(records: list[Record], chat: Chat, engine: Any, book: AnswerBook, options: Options, progress: _Progress) -> None:
+def _answer_all(records: list[Record], chat: Chat, engines: list[Any], book: AnswerBook, options: Options, progress: _Progress) -> None:
     """Round r asks the r-th user turn of every conversation that has one."""
     while True:
         missing: dict[bytes, list[int]] = {}
@@ -128,17 +134,30 @@ def _answer_all(records: list[Record], chat: Chat, engine: Any, book: AnswerBook
                 waiting.append(record)
         if not missing:
             return
-        _ask(list(missing.values()), chat, engine, book, options, progress)
+        _ask(list(missing.values()), chat, engines, book, options, progress)
         records = waiting
 
 
-def _ask(prompts: list[list[int]], chat: Chat, engine: Any, book: AnswerBook, options: Options, progress: _Progress) -> None:
-    def keep(index: int, reply: Any) -> None:
-        book.put(prompts[index], _closed(reply, chat))
-        progress.replied(len(prompts[index]), len(reply.output_ids))
+def _ask(prompts: list[list[int]], chat: Chat, engines: list[Any], book: AnswerBook, options: Options, progress: _Progress) -> None:
+    """Every engine takes its share of the prompts. When one fails the others finish theirs, and what was answered is kept."""
+    writing = threading.Lock()
 
-    engine.generate(prompts, **options.sampling, concurrency=options.concurrency, stop_token_ids=sorted(chat.stop_ids), progress=None,
-                    on_result=keep)
+    def ask(engine: Any, mine: list[list[int]]) -> None:
+        def keep(index: int, reply: Any) -> None:
+            with writing:
+                book.put(mine[index], _closed(reply, chat))
+                progress.replied(len(mine[index]), len(reply.output_ids))
+
+        engine.generate(mine, **options.sampling, concurrency=options.concurrency, stop_token_ids=sorted(chat.stop_ids), progress=None,
+                        on_result=keep)
+
+    if len(engines) == 1:
+        ask(engines[0], prompts)
+        return
+    with ThreadPoolExecutor(len(engines)) as pool:
+        asked = [pool.submit(ask, engine, prompts[n :: len(engines)]) for n, engine in enumerate(engines) if prompts[n:]]
+    for one in asked:
+        one.result()
 
 
 def _closed(reply: Any, chat: Chat) -> Answer:

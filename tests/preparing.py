@@ -12,6 +12,7 @@ from typing import Any
 
 from eagle3lib import prepare, prepared
 from eagle3lib.chat import Chat
+from eagle3lib.errors import Eagle3Error
 
 END, BYTE0 = 2, 3  # ids of the byte tokenizer: <|im_end|>, and the first letter
 
@@ -27,10 +28,15 @@ class FakeEngine:
     asked: list[tuple[int, ...]] = field(default_factory=list)
     fingerprint: dict[str, str] = field(default_factory=dict)
     pause: float = 0.0
+    told: dict[str, Any] = field(default_factory=dict)
+    fails_after: int = 10**9
 
-    def generate(self, input_ids: list[list[int]], *, max_new_tokens: int, on_result: Any, **_: Any) -> None:
+    def generate(self, input_ids: list[list[int]], *, max_new_tokens: int, on_result: Any, **told: Any) -> None:
+        self.told = told
         for index in random.Random(len(input_ids)).sample(range(len(input_ids)), len(input_ids)):  # replies come in any order
             time.sleep(self.pause)
+            if len(self.asked) >= self.fails_after:
+                raise Eagle3Error("engine: gone")
             self.asked.append(tuple(input_ids[index]))
             on_result(index, self._reply(input_ids[index], max_new_tokens))
 

@@ -17,7 +17,7 @@ from preparing import END, FakeEngine, questions, run, shown, talk, write
 from eagle3lib import prepare
 from eagle3lib.answers import Answer, AnswerBook
 from eagle3lib.chat import Chat
-from eagle3lib.errors import Eagle3Error
+from eagle3lib.errors import Eagle3Error, ParamError
 
 WITH_TOOL = talk(("user", "q"), ("assistant", ""), ("tool", "r"))
 WITH_TOOL["messages"][1]["tool_calls"] = [{"name": "f"}]
@@ -125,6 +125,61 @@ def test_nothing_is_asked_twice_and_scopes_do_not_mix(tmp_path: Path, chat: Chat
     engine.fingerprint = {"dtype": "float32"}
     run(longer, chat, engine, tmp_path)
     assert len(engine.asked) == 69
+
+
+def test_several_engines_share_the_prompts(tmp_path: Path, chat: Chat) -> None:
+    source = write(tmp_path / "a.jsonl", questions(41))
+    engines = [FakeEngine(chat) for _ in range(3)]
+    data = run(prepare.Options(prompts=source), chat, engines, tmp_path / "1")
+    assert sorted(len(e.asked) for e in engines) == [13, 14, 14] and len({p for e in engines for p in e.asked}) == 41
+    alone = run(prepare.Options(prompts=source), chat, FakeEngine(chat), tmp_path / "2")
+    assert data.rows.to_list() == alone.rows.to_list()
+    broken = [FakeEngine(chat), FakeEngine(chat, fails_after=5)]
+    with pytest.raises(Eagle3Error, match="gone"):
+        run(prepare.Options(prompts=source), chat, broken, tmp_path / "3")
+    again = FakeEngine(chat)
+    assert run(prepare.Options(prompts=source), chat, again, tmp_path / "3").about["rows_kept"] == 41
+    assert len(again.asked) == 41 - 21 - 5  # the other finished its share, and both shares are kept
+    with pytest.raises(Eagle3Error, match="engines .* differ"):
+        run(prepare.Options(prompts=source), chat, [FakeEngine(chat), FakeEngine(chat, fingerprint={"dtype": "x"})], tmp_path / "4")
+
+
+def test_sampling_is_told_to_the_server_and_kept_with_the_rows(tmp_path: Path, chat: Chat) -> None:
+    source, engine = write(tmp_path / "a.jsonl", questions(2)), FakeEngine(chat)
+    about = run(prepare.Options(prompts=source, temperature=0.7, sampling_seed=9, concurrency=5), chat, engine, tmp_path).about
+    assert {k: engine.told[k] for k in ("temperature", "sampling_seed", "concurrency")} == {"temperature": 0.7, "sampling_seed": 9, "concurrency": 5}
+    assert set(engine.told["stop_token_ids"]) == chat.stop_ids
+    assert about["answers"]["sampling"] == {"temperature": 0.7, "sampling_seed": 9, "max_new_tokens": 96}
+    run(prepare.Options(prompts=source, temperature=0.7, sampling_seed=10), chat, engine, tmp_path)
+    assert len(engine.asked) == 4  # another seed is another answer
+    greedy = FakeEngine(chat)
+    run(prepare.Options(prompts=source, sampling_seed=10), chat, greedy, tmp_path)
+    assert "sampling_seed" not in greedy.told and greedy.told["temperature"] == 0
+
+
+@pytest.mark.parametrize("most", [0, 50])
+def test_progress_knows_how_many_turns_there_are(tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Time left is told without a sample too, and counts turns that need no request: answered before, or shared."""
+    bars = []
+
+    class Bar(prepare.tqdm):  # type: ignore
+        def __init__(self, *args: object, **options: object):
+            super().__init__(*args, **options)
+            bars.append(self)
+
+    monkeypatch.setattr(prepare, "tqdm", Bar)
+    talks = [talk(("user", f"one {i % 3}"), ("assistant", "-"), ("user", f"two {i}")) for i in range(7)]
+    monkeypatch.setattr(prepare, "_CHUNK", 4)
+    run(prepare.Options(prompts=write(tmp_path / "a.jsonl", [*talks, {"prompt": ""}]), max_prompts=most), chat, FakeEngine(chat), tmp_path)
+    (bar,) = [b for b in bars if b.desc == "answer"]
+    assert bar.total == bar.n == 14 and "tok/s out" in bar.postfix
+
+
+def test_thinking_that_cannot_be_told_apart_is_refused_before_anything_is_asked(tmp_path: Path, chat: Chat) -> None:
+    engine = FakeEngine(chat)
+    with pytest.raises(ParamError, match="train_thinking=False"):
+        run(prepare.Options(prompts=write(tmp_path / "a.jsonl", questions(2)), train_thinking=False), chat, engine, tmp_path)
+    assert not engine.asked
 
 
 def _answer_slowly(folder: Path, source: str) -> None:
