@@ -1,4 +1,4 @@
-"""Five template styles, each twice: as the Jinja that the library sees, and as plain Python that says which text is a
+"""Six template styles, each twice: as the Jinja that the library sees, and as plain Python that says which text is a
 reply. The Python one is the oracle of the mask tests; it shares no code with the library."""
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ TOOLS = (
 )
 # A conversation that is not to go on ends with one more token (Phi-3): what is rendered up to a reply is then no prefix.
 CLOSED = CHATML + "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}"
-JINJA = {"chatml": CHATML, "llama3": LLAMA3, "thinking": THINKING, "tools": TOOLS, "closed": CLOSED}
+# The system text stands in the last user turn (Mistral), so an earlier prompt is no prefix of the whole.
+MOVING = (
+    "{% set ns = namespace(last=0, system='') %}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% if m['role'] == 'system' %}{% set ns.system = m['content'] + '\n\n' %}{% endif %}"
+    "{% endfor %}{% for m in messages %}{% if m['role'] != 'system' %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if loop.index0 == ns.last %}{{ ns.system }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+JINJA = {"chatml": CHATML, "llama3": LLAMA3, "thinking": THINKING, "tools": TOOLS, "closed": CLOSED, "moving": MOVING}
 LLAMA3_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 
@@ -59,9 +68,14 @@ def pieces(style: str, messages: list[dict], tools: list[dict] | None = None) ->
     if style == "tools" and tools:
         found.append(("<|im_start|>system\nTools: " + "".join(json.dumps(t, ensure_ascii=False) for t in tools) + "<|im_end|>\n", None))
     last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    if style == "moving" and messages[0]["role"] == "system":
+        last = messages[last_user]
+        messages = [*messages[:last_user], last | {"content": f"{messages[0]['content']}\n\n{last['content']}"}, *messages[last_user + 1 :]]
     for i, m in enumerate(messages):
         if m["role"] == "assistant":
             found += [("<|im_start|>assistant\n", None), (_reply(style, m, i > last_user) + "<|im_end|>", i), ("\n", None)]
+        elif style == "moving" and m["role"] == "system":
+            pass
         elif m["role"] == "tool":
             found.append((f"<|im_start|>user\n<tool_response>{m['content']}</tool_response><|im_end|>\n", None))
         else:
@@ -85,11 +99,15 @@ def _llama3(messages: list[dict]) -> list[Piece]:
 
 
 def rows(style: str, messages: list[dict], tools: list[dict] | None = None) -> list[list[Piece]]:
-    """The rows that should come out: one, unless an earlier reply's thinking is gone from the whole render."""
+    """The rows that should come out: one, unless what stands before some reply, or the reply, is not the same in the whole."""
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     whole = pieces(style, messages, tools)
-    shown = dict((i, text) for text, i in whole if i is not None)
-    alone = {i: dict((j, text) for text, j in pieces(style, messages[: i + 1], tools) if j is not None)[i] for i in replies}
-    if all(shown[i] == alone[i] for i in replies):
+    alone = {i: pieces(style, messages[: i + 1], tools) for i in replies}
+    if all(_through(whole, i) == _through(alone[i], i) for i in replies):
         return [whole]
-    return [[(t, j if j == i else None) for t, j in pieces(style, messages[: i + 1], tools)] for i in replies]
+    return [[(t, j if j == i else None) for t, j in alone[i]] for i in replies]
+
+
+def _through(row: list[Piece], reply: int) -> str:
+    end = next(n for n, (_, i) in enumerate(row) if i == reply)
+    return "".join(text for text, _ in row[: end + 1])

@@ -20,7 +20,8 @@ from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.rows import NOT_A_PREFIX, TOO_LONG, TOO_SHORT, Draft, Row, fit
 
 STYLES = tuple(templates.JINJA)
-CONTROL = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "thinking": "<|im_start|>", "tools": "<|endoftext|>", "closed": "<|im_end|>"}
+CONTROL = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "thinking": "<|im_start|>", "tools": "<|endoftext|>",
+           "closed": "<|im_end|>", "moving": "<|im_start|>"}
 NASTY = [
     "assistant\n", "<|im_start", "\n\nuser\n", "</think>", "<tool_call>{}</tool_call>", "\U0001f600\u200d\U0001f4bb", "\u0645\u0631",
     "e\u0301", "\u2028", "\x00", "{{ 7*7 }}", "  ",
