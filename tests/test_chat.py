@@ -148,7 +148,7 @@ NO_TOOLS = {"prompt": "a", "response": "b", "tools": [{"function": {"name": "loo
         (STRIPS_THINKING, {"prompt": "a", "response": "<think>long thought</think>b"}, "part of the reply is missing from the render"),
         (templates.CHATML, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c"}]},
          "part of the reply is missing from the render"),
-        (OPENS_THINKING, {"prompt": "a", "response": "b"}, NOT_A_PREFIX),
+        (OPENS_THINKING, {"prompt": "a", "response": "b" * 40}, NOT_A_PREFIX),
         (templates.CHATML, NO_TOOLS, "turn is missing from the render"),
         ("{{ raise_exception('no system') if messages[0]['role'] == 'system' }}" + templates.CHATML,
          {"system": "s", "prompt": "a", "response": "b"}, "chat template refuses the conversation"),

@@ -93,19 +93,20 @@ def test_other_answers_to_a_prompt_are_on_its_side(tmp_path: Path, chat: Chat) -
 
 
 def test_unchanged_preparation_is_reused_and_any_change_makes_a_new_one(tmp_path: Path, chat: Chat) -> None:
-    def age(chat: Chat = chat, **options: Any) -> int:
-        answered(tmp_path, chat, options.pop("records", pairs(5)), **options)
-        return (tmp_path / "prepared" / "prepared.json").stat().st_mtime_ns
+    def made(chat: Chat = chat, **options: Any) -> tuple[str, int]:
+        """(the preparation's key, when it was made)."""
+        data = answered(tmp_path, chat, options.pop("records", pairs(5)), **options)
+        return data.about["key"], (data.folder / "prepared.json").stat().st_mtime_ns
 
-    first = age()
-    assert age() == first == age(concurrency=3)
-    other = Chat(templates.bytes_of("chatml"), fingerprint={"chat_template": "other"})
-    last = first
+    first = made()
+    assert made() == first == made(concurrency=3)
+    keys, other = {first[0]}, Chat(templates.bytes_of("chatml"), fingerprint={"chat_template": "other"})
     for change in (dict(records=pairs(6)), dict(chat=other), dict(chat=Chat(templates.bytes_of("chatml"), stop_ids=[9])), *CHANGES):
-        changed = age(**change)
-        assert changed not in (first, last), change
-        assert age(**change) == changed, change
-        last = changed
+        changed = made(**change)
+        assert changed[0] not in keys, change
+        assert made(**change) == changed, change
+        keys.add(changed[0])
+    assert made()[0] == first[0] and made()[1] != first[1]  # made anew: the folder held another
 
 
 CHANGES: list[dict[str, Any]] = [
