@@ -285,6 +285,7 @@ def arm(replies, drafting=True):
     return served.Arm(drafting, 4, [Question("a", str(i), [5, 6], []) for i in range(len(replies))], replies, 1.0)
 
 
+@torch.no_grad()
 def test_the_first_difference_with_its_margin(toy):
     target, f, _ = toy
     own = [int(f[6])]
@@ -292,10 +293,13 @@ def test_the_first_difference_with_its_margin(toy):
     standin = Standin()
     standin.model = target
     said = arm([Reply(own, "length", 2, 0, "r")], drafting=False)
-    (found,) = served.differences(standin, arm([Reply([own[0], 7], "length", 2, 0, "r")]), said)
     top = target(torch.tensor([[5, 6, own[0]]])).logits[0, -1].log_softmax(-1)
-    assert (found.position, found.found, found.expected) == (1, 7, own[1]) and not found.near_tie
-    assert found.margin is None or found.margin == pytest.approx(float(top[own[1]] - top[7]), abs=1e-4)
+    second, last = int(top.topk(2).indices[1]), int(top.argmin())
+    (found,) = served.differences(standin, arm([Reply([own[0], second], "length", 2, 0, "r")]), said)
+    assert (found.position, found.found, found.expected) == (1, second, own[1]) and not found.near_tie
+    assert found.margin == pytest.approx(float(top[own[1]] - top[second]), abs=1e-4)
+    (far,) = served.differences(standin, arm([Reply([own[0], last], "length", 2, 0, "r")]), said)
+    assert far.margin is None and not far.near_tie and "more than its 20 first choices" in str(far)
     assert served.differences(standin, said, said) == []
     (short,) = served.differences(standin, arm([Reply(own[:1], "stop", 2, 0, "r")]), said)
     assert (short.position, short.found, short.margin) == (1, None, None) and not short.near_tie
