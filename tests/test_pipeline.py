@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,11 +109,19 @@ def test_a_second_run_in_place_skips_what_is_unchanged(run):
     assert again.stdout.count("skipped, nothing changed") == 5, again.stdout
 
 
-def test_plain_papermill_works_from_anywhere_with_the_same_checks(run, tmp_path):
-    papermill = Path(sys.executable).parent / "papermill"
-    command = [str(papermill), str(ROOT / "notebooks/03_verify.ipynb"), "out.ipynb", "--no-progress-bar", "-p", "run_dir", str(run)]
-    target = json.loads((run / "stages/verify.json").read_text())["params"]["target"]
-    good = subprocess.run([*command, "-p", "target", target], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert good.returncode == 0, good.stderr[-3000:]
-    wrong = subprocess.run([*command, "-p", "parity_row", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+def papermill(cwd: Path, book: str, out: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [str(Path(sys.executable).parent / "papermill"), str(ROOT / f"notebooks/{book}.ipynb"), str(out), "--no-progress-bar"]
+    return subprocess.run([*command, *words], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_plain_papermill_works_from_other_directories_with_the_same_checks(run, tmp_path):
+    """The runner worked in notebooks/. From elsewhere 03 to 06 pass on a copy of its run, and a wrong name is refused."""
+    mine = shutil.copytree(run, tmp_path / "mine")
+    given = ["-f", str(run / "params.yaml"), "-p", "run_dir", str(mine)]
+    for cwd, book in ((tmp_path, "03_verify"), (ROOT, "04_train"), (ROOT / "docs", "05_evaluate")):
+        done = papermill(cwd, book, tmp_path / "out.ipynb", *given)
+        assert done.returncode == 0, f"{book} in {cwd}: {done.stderr[-3000:]}"
+    shown = papermill(tmp_path, "06_compare", tmp_path / "compared.ipynb", "-y", f"runs: ['{run}', '{mine}']")
+    assert shown.returncode == 0 and "Best of 2" in (tmp_path / "compared.ipynb").read_text(), shown.stderr[-3000:]
+    wrong = papermill(tmp_path, "03_verify", tmp_path / "wrong.ipynb", *given, "-p", "parity_row", "3")
     assert wrong.returncode != 0 and "parity_rows" in wrong.stderr, wrong.stderr[-3000:]
