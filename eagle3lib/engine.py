@@ -366,9 +366,9 @@ class Engine:
         assert warden.stdin and warden.stdout
         try:
             warden.stdin.write(b"stop\n")  # said, not only closed: a fork of this process may hold the pipe open
-            warden.stdin.close()
         except OSError:  # it is ending already
             pass
+        warden.stdin.close()
         try:
             warden.wait(STOP_S)
         except subprocess.TimeoutExpired:

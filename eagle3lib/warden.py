@@ -68,14 +68,11 @@ class Warden:
         return process.pid
 
     def _watch(self) -> None:
-        rounds = 0
         while not self.stopping and self.exit_code is None and os.getppid() == self.order["owner"]:
             if select.select([sys.stdin], [], [], 1 / LOOKS_A_SECOND)[0]:
                 return
             self._reap()
-            rounds += 1
-            if rounds % LOOKS_A_SECOND == 0:
-                self._adopt_shared_memory()
+            self._adopt_shared_memory()
 
     def _reap(self) -> None:
         """Collect every child that has ended; remember how the server did."""

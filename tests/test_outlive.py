@@ -142,6 +142,8 @@ def test_what_a_killed_warden_left_is_cleaned_by_the_next_start(tiny: Path, tmp_
         assert not any(path.exists() for path in shared) and not first.dump_dir.exists() and not note.exists()
         assert second.dump_dir.exists()
     witness.require_nothing(shared=shared)
+    first._warden.stdin.close()
+    first._warden.stdout.close()
     first._warden = None
 
 
