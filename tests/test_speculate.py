@@ -300,6 +300,7 @@ def test_where_two_accounts_of_a_reply_part():
     assert proof.parting(rounds, plain) is None
     assert proof.parting(rounds, [Round(10, 1), Round(12, 3), Round(16, 0)]) == (2, 0)
     assert proof.parting(rounds, [Round(10, 2), *plain[1:]]) == (0, 1)
+    assert proof.parting(rounds, [Round(10, 0), Round(11, 0)]) == (0, 0)
 
 
 @torch.no_grad()
