@@ -10,7 +10,8 @@ about later steps has to be stored. Rows after a document's last supervised row 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from eagle3lib import products
 from eagle3lib.flash import Varlen
-from eagle3lib.store import Sample
+from eagle3lib.samples import Sample, Stack, stack
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Batch:
     """`ids` names the documents in order. Everything about tokens counts from a document's own start."""
 
     ids: list[str]
-    aux: Tensor  # [N, A*H] captured states of the row's token (of a single document also [N, A, H])
+    aux: Tensor  # [N, A*H] captured states of the row's token
     token: Tensor  # int64 [N] the token after it: the row's input
     position: Tensor  # int64 [N] the row's number i in its document
     document: Tensor  # int64 [N] index into `ids`, ascending
@@ -77,13 +78,17 @@ class Samples(Protocol):
 
     def read(self, i: int) -> Sample: ...
 
+    def read_many(self, numbers: Sequence[int], scratch: np.ndarray | None = None) -> Stack: ...
 
-def steps_left(loss_mask: Tensor) -> Tensor:
-    """bool [T] -> int64 [T]: how many tokens of the same reply come after each token; -1 outside replies."""
-    mask = loss_mask.numpy().astype(np.int64)
-    ends = np.flatnonzero(mask & ~np.append(mask[1:], 0).astype(bool))
-    end = ends[np.searchsorted(ends, np.arange(len(mask))).clip(max=max(len(ends) - 1, 0))] if len(ends) else 0
-    return torch.from_numpy(np.where(mask == 1, end - np.arange(len(mask)), -1))
+
+def steps_left(loss_mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """bool [T] of documents of these lengths -> int64 [T]: how many tokens of the same reply follow each token; -1 outside replies."""
+    over = ~np.append(loss_mask[1:], False)
+    over[np.cumsum(lengths) - 1] = True
+    ends, at = np.flatnonzero(loss_mask & over), np.arange(len(loss_mask))
+    if not len(ends):
+        return np.full(len(at), -1)
+    return np.where(loss_mask, ends[np.searchsorted(ends, at).clip(max=len(ends) - 1)] - at, -1)
 
 
 def greedy_tokens(last: Tensor, head: Tensor, chunk: int = 4096) -> Tensor:
@@ -107,63 +112,77 @@ class Reader:
         """`head` [V, H]: the target's lm_head on the host, in the format to compute greedy tokens in, on `device`."""
         self.store, self.device = store, torch.device(device)
         self.head = head.pin_memory() if self.device.type == "cuda" else head
-        self._greedy: dict[int, Tensor] = {}
+        self._greedy: dict[str, Tensor] = {}
+        self._local = threading.local()  # each thread that reads has a scratch buffer
 
-    def batch(self, samples: list[int]) -> Batch:
+    def batch(self, samples: Sequence[int]) -> Batch:
         """Pack these samples of the store. Those without a supervised row take no room; the batch may be empty."""
-        documents = [document(self.store.read(i)) for i in samples]
-        self._add_greedy(samples, documents)
-        batch = pack(documents, pin=self.device.type == "cuda")
-        if self.device.type == "cuda" and len(batch):
+        cuda = self.device.type == "cuda"
+        found = self.store.read_many(samples, getattr(self._local, "scratch", None))
+        self._keep_scratch(found.hidden.nbytes)
+        batch = lay(found, pin=cuda)
+        self._add_greedy(batch)
+        if cuda and len(batch):
             batch.places = Varlen.of(batch)
         return batch
 
-    def _add_greedy(self, samples: list[int], documents: list[Batch]) -> None:
-        new = [(i, one) for i, one in zip(samples, documents, strict=True) if i not in self._greedy]
+    def _keep_scratch(self, size: int) -> None:
+        if size > len(getattr(self._local, "scratch", ())):
+            self._local.scratch = np.empty(size + size // 4, np.uint8)
+
+    def _add_greedy(self, batch: Batch) -> None:
+        if not len(batch):
+            return
+        lasts = batch.last.split(torch.bincount(batch.document[batch.row], minlength=len(batch.ids)).tolist())
+        new = {name: last for name, last in zip(batch.ids, lasts, strict=True) if name not in self._greedy}
         if new:
-            found = greedy_tokens(torch.cat([one.last for _, one in new]).to(self.device), self.head).cpu()
-            self._greedy.update(zip((i for i, _ in new), found.split([len(one) for _, one in new]), strict=True))
-        for i, one in zip(samples, documents, strict=True):
-            one.greedy = self._greedy[i]
+            found = greedy_tokens(torch.cat(list(new.values())).to(self.device), self.head).cpu()
+            self._greedy.update(zip(new, found.split([len(last) for last in new.values()]), strict=True))
+        batch.greedy = torch.cat([self._greedy[name] for name in batch.ids])
 
 
 def document(sample: Sample) -> Batch:
     """One sample as a batch, `greedy` left at -1."""
-    left = steps_left(sample.loss_mask)
-    row = (left >= 1).nonzero().flatten() - 1  # the token at row + 1 is in a reply and not its last
-    row = row[row >= 0]  # a reply that starts the document has no row before it
-    rows = int(row[-1]) + 1 if len(row) else 0
-    position = torch.arange(rows)
+    return lay(stack([sample]))
+
+
+def lay(given: Stack, pin: bool = False) -> Batch:
+    """Samples behind each other as one batch, without those that have no supervised row, `greedy` left at -1.
+
+    States are copied once, for a GPU into pinned memory.
+    """
+    sample = np.repeat(np.arange(len(given.ids)), given.lengths)
+    number = np.arange(len(sample)) - (np.cumsum(given.lengths) - given.lengths)[sample]
+    left = steps_left(given.loss_mask, given.lengths)
+    at = np.flatnonzero((left >= 1) & (number >= 1))  # in a reply and not its last; the row is the token before, so never a sample's first
+    rows = np.zeros(len(given.ids), dtype=np.int64)
+    rows[sample[at]] = number[at]  # of each sample, up to its last supervised row
+    inside = number < rows[sample]
+    taken, kept = np.flatnonzero(inside), np.flatnonzero(rows)
+    document, place = np.searchsorted(kept, sample[taken]), np.cumsum(inside) - 1
+    streams = given.hidden.shape[1]
+    packed = {"token": given.input_ids[taken + 1], "position": number[taken], "document": document, "row": place[at - 1], "left": left[at]}
+    small: dict[str, Any] = {name: torch.from_numpy(part.astype(np.int64)) for name, part in packed.items()}
     return Batch(
-        ids=[sample.id],
-        aux=sample.hidden[:rows, :-1],  # [rows, A, H]: a view, `pack` copies it
-        token=sample.input_ids[1 : rows + 1],
-        position=position,
-        document=torch.zeros_like(position),
-        row=row,
-        left=left[row + 1],
-        last=sample.hidden[row + 1, -1],
-        greedy=torch.full_like(row, -1),
+        ids=[given.ids[n] for n in kept] or given.ids[:1], **small,
+        aux=_picked(given.hidden.flatten(1)[:, : (streams - 1) * given.hidden.shape[2]], taken, pin), last=_picked(given.hidden[:, -1], at, pin),
+        greedy=torch.full((len(at),), -1),
     )
 
 
-def pack(documents: list[Batch], pin: bool = False) -> Batch:
-    """Lay single-document batches behind each other, dropping the empty ones. States are copied once, if asked into pinned memory."""
-    kept = [d for d in documents if len(d)] or documents[:1]
+def _picked(states: Tensor, rows: np.ndarray, pin: bool) -> Tensor:
+    out = torch.empty(len(rows), states.shape[1], dtype=states.dtype, pin_memory=pin)
+    return torch.index_select(states, 0, torch.from_numpy(rows), out=out)
+
+
+def pack(batches: list[Batch]) -> Batch:
+    """Lay batches of one document each behind each other, dropping the empty ones."""
+    kept = [d for d in batches if len(d)] or batches[:1]
     starts = np.cumsum([0] + [len(d.token) for d in kept])
-    cat = _each(lambda name: _joined([getattr(d, name) for d in kept], pin and name in STATES))
+    cat = _each(lambda name: torch.cat([getattr(d, name) for d in kept]))
     cat["document"] = torch.repeat_interleave(torch.arange(len(kept)), torch.tensor(np.diff(starts)))
     cat["row"] = torch.cat([d.row + int(start) for d, start in zip(kept, starts, strict=False)])
     return Batch(ids=[d.ids[0] for d in kept], **cat)
-
-
-def _joined(parts: list[Tensor], pin: bool) -> Tensor:
-    """Parts [n, ...] -> [sum of n, rest flattened]."""
-    width = parts[0].shape[1:].numel()
-    out = torch.empty(sum(map(len, parts)), *([width] if parts[0].dim() > 1 else []), dtype=parts[0].dtype, pin_memory=pin)
-    for part, place in zip(parts, out.split([len(p) for p in parts]), strict=True):
-        place.view(part.shape).copy_(part)
-    return out
 
 
 def pad(batch: Batch, rows: int, positions: int, queries: int, documents: int, states: bool = True) -> Batch:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle3lib.batches import Batch, Reader
 
-WORKERS = {"cpu": 1, "cuda": 6}  # threads; a CPU that trains has nothing to spare
+WORKERS = {"cpu": 1, "cuda": 4}  # threads; a CPU that trains has nothing to spare
 AHEAD = 2  # batches beyond those that the threads are at
 
 

@@ -19,9 +19,8 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,27 +30,14 @@ import xxhash
 from eagle3lib import shards
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.manifest import bytes_per_token, compare, keep_or_write, layout, make_manifest, read_manifest
+from eagle3lib.samples import Sample, Stack, sample_id
 from eagle3lib.shards import FP8, RECORD, ShardReader, ShardWriter, fsync, shard_name
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FP8", "RECORD", "Sample", "Store", "Writer", "bytes_per_token", "compare", "fsync", "make_manifest", "sample_id"]
+__all__ = ["FP8", "RECORD", "Sample", "Stack", "Store", "Writer", "bytes_per_token", "compare", "fsync", "make_manifest", "sample_id"]
 OPEN_SHARDS = 64  # files that a reader keeps open
-
-
-@dataclass(frozen=True)
-class Sample:
-    id: str  # 32 hex digits: sample_id(input_ids, loss_mask)
-    input_ids: torch.Tensor  # int64 [T]
-    loss_mask: torch.Tensor  # bool [T]
-    hidden: torch.Tensor  # [T, A+1, H] in the dtype of the capture, also when the disk holds fp8
-
-
-def sample_id(input_ids: Any, loss_mask: Any) -> str:
-    """Identity of a row: a hash of its token ids and loss mask, whatever its file, order or worker."""
-    ids = np.ascontiguousarray(input_ids, dtype="<i4").tobytes()
-    return xxhash.xxh3_128_hexdigest(ids + np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
 
 
 class Writer:
@@ -231,22 +217,14 @@ class Store:
         import torch
 
         record = self.index[i]
-        parts = self.read_parts(i)
-        packed = torch.frombuffer(parts["hidden"], dtype=_torch_dtype(self.manifest["store_dtype"]))
-        hidden = packed.view(int(record["rows"]), self.manifest["streams"], self.manifest["hidden_size"])
-        if "scale" in parts:
-            from eagle3lib import fp8
-
-            hidden = fp8.decode(hidden, torch.frombuffer(parts["scale"], dtype=torch.float32).view(hidden.shape[:2]),
-                                _torch_dtype(self.manifest["dtype"]))
-        return Sample(bytes(record["id"]).hex(), torch.frombuffer(parts["input_ids"], dtype=torch.int32).long(),
-                      torch.frombuffer(parts["loss_mask"], dtype=torch.uint8).bool(), hidden)
+        parts = {name: torch.from_numpy(part) for name, part in self.read_parts(i).items()}
+        return Sample(bytes(record["id"]).hex(), parts["input_ids"].view(torch.int32).long(), parts["loss_mask"].bool(),
+                      self._states(parts, int(record["rows"])))
 
     def read_parts(self, i: int) -> dict[str, np.ndarray]:
         """The bytes of sample i as they lie on the disk, by part, their checksums proved."""
         parts = self._bytes(i, layout(self.manifest).parts(0))
-        if _hidden_sum(parts) != self.index[i]["hidden_xxh"] or _tokens_sum(parts) != self.index[i]["tokens_xxh"]:
-            raise self._damaged(self.index[i], "its bytes differ from the checksum taken when it was written")
+        self._require_whole(i, parts)
         return parts
 
     def read_tokens(self, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -256,17 +234,54 @@ class Store:
             raise self._damaged(self.index[i], "its token ids or mask differ from the checksum taken when they were written")
         return np.frombuffer(parts["input_ids"], "<i4"), np.frombuffer(parts["loss_mask"], bool)
 
+    def read_many(self, numbers: Sequence[int], scratch: np.ndarray | None = None) -> Stack:
+        """Samples behind each other, their checksums proved. Their states lie in `scratch` (uint8) if it is large enough, so they are
+        gone when it is used again: fresh memory for every batch costs more than reading it."""
+        import torch
+
+        sizes, lengths = layout(self.manifest).parts(0), self.lengths[numbers]
+        ends = np.cumsum(lengths)
+        total = int(ends[-1])
+        whole = {name: np.empty(total * each, np.uint8) for name, (_, _, each) in sizes.items() if name != "hidden"}
+        need = total * sizes["hidden"][2]
+        whole["hidden"] = np.empty(need, np.uint8) if scratch is None or len(scratch) < need else scratch[:need]
+        for i, end, length in zip(numbers, ends.tolist(), lengths.tolist(), strict=True):
+            parts = {name: out[(end - length) * sizes[name][2] : end * sizes[name][2]] for name, out in whole.items()}
+            self._fill(i, parts)
+            self._require_whole(i, parts)
+        ids = [bytes(raw).hex() for raw in self.index["id"][numbers]]
+        hidden = self._states({name: torch.from_numpy(out) for name, out in whole.items()}, total)
+        return Stack(ids, lengths, whole["input_ids"].view("<i4"), whole["loss_mask"].view(bool), hidden)
+
     def _bytes(self, i: int, names: Iterable[str]) -> dict[str, np.ndarray]:
-        record, sizes = self.index[i], layout(self.manifest).parts(0)
-        rows = int(record["rows"])
+        sizes, rows = layout(self.manifest).parts(0), int(self.index[i]["rows"])
         parts = {name: np.empty(rows * sizes[name][2], np.uint8) for name in names}
+        self._fill(i, parts)
+        return parts
+
+    def _fill(self, i: int, parts: dict[str, np.ndarray]) -> None:
+        record = self.index[i]
         try:
             shard = self._shard(int(record["shard"]))
             for name, out in parts.items():
-                shard.read(name, int(record["row"]), rows, out)
+                shard.read(name, int(record["row"]), int(record["rows"]), out)
         except (OSError, ValueError) as error:
             raise self._damaged(record, str(error)) from None
-        return parts
+
+    def _require_whole(self, i: int, parts: dict[str, np.ndarray]) -> None:
+        if _hidden_sum(parts) != self.index[i]["hidden_xxh"] or _tokens_sum(parts) != self.index[i]["tokens_xxh"]:
+            raise self._damaged(self.index[i], "its bytes differ from the checksum taken when it was written")
+
+    def _states(self, parts: dict[str, torch.Tensor], rows: int) -> torch.Tensor:
+        """[rows, A+1, H] in the dtype captured."""
+        hidden = parts["hidden"].view(_torch_dtype(self.manifest["store_dtype"])).view(rows, self.manifest["streams"], self.manifest["hidden_size"])
+        if "scale" not in parts:
+            return hidden
+        import torch
+
+        from eagle3lib import fp8
+
+        return fp8.decode(hidden, parts["scale"].view(torch.float32).view(hidden.shape[:2]), _torch_dtype(self.manifest["dtype"]))
 
     def __iter__(self) -> Iterator[Sample]:
         return (self.read(i) for i in range(len(self)))

@@ -13,6 +13,7 @@ from eagle3lib.batches import Reader
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.feed import Feed
 from eagle3lib.loss import objective
+from eagle3lib.samples import stack
 
 SAMPLES = [make_sample(14 + n, [(4, 10 + n)], seed=n) for n in range(9)] + [make_sample(8, [(7, 8)])]
 TODO = [[0, 1], [2], [9], [], [3, 9, 4], [5, 6, 7, 8]]
@@ -28,6 +29,9 @@ class Stored:
         if i == self.broken:
             raise Eagle3Error(f"sample {i} is damaged")
         return SAMPLES[i]
+
+    def read_many(self, numbers, scratch=None):
+        return stack([self.read(i) for i in numbers])
 
 
 def feed(stored, todo=TODO, send=lambda batch: batch):

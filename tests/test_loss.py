@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,10 @@ def target_head(dtype=torch.float64, vocab=VOCAB):
 
 
 def test_steps_left_counts_to_the_end_of_each_reply():
-    mask = torch.tensor([0, 1, 1, 1, 0, 0, 1, 0, 1, 1], dtype=torch.bool)
-    assert steps_left(mask).tolist() == [-1, 2, 1, 0, -1, -1, 0, -1, 1, 0]
-    assert steps_left(torch.zeros(3, dtype=torch.bool)).tolist() == [-1] * 3
+    mask = np.array([0, 1, 1, 1, 0, 0, 1, 0, 1, 1], dtype=bool)
+    assert steps_left(mask, np.array([10])).tolist() == [-1, 2, 1, 0, -1, -1, 0, -1, 1, 0]
+    assert steps_left(mask, np.array([3, 7])).tolist() == [-1, 1, 0, 0, -1, -1, 0, -1, 1, 0]  # a reply ends with its document
+    assert steps_left(np.zeros(3, dtype=bool), np.array([3])).tolist() == [-1] * 3
 
 
 # Golden ----------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import nbformat
+import papermill
 import pytest
 
 from eagle3lib import params
@@ -37,6 +38,11 @@ class TestForm:
         assert cell.metadata.get("tags") == ["parameters"]
         for line in cell.source.splitlines():
             assert PARAMETER.match(line), f"{path.name}: {line!r} is not `name: type = literal  # meaning [unit]`"
+
+    def test_papermill_reads_every_parameter(self, path):
+        """A line with a second "=" is skipped by its inspector with a warning in every log (docs of papermill say nothing of it)."""
+        declared = [line.split(":")[0] for line in read(path).cells[1].source.splitlines()]
+        assert list(papermill.inspect_notebook(str(path))) == declared
 
     def test_cells_are_short_calls_without_definitions(self, path):
         for cell in read(path).cells:

@@ -11,6 +11,7 @@ from eagle3lib import targets
 from eagle3lib.batches import Reader
 from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.loss import objective
+from eagle3lib.samples import stack
 from eagle3lib.store import Sample, sample_id
 
 LAYERS, STEPS = (2, 4, 5), 4
@@ -30,8 +31,8 @@ class Listed:
     def __init__(self, samples):
         self.samples = samples
 
-    def read(self, i):
-        return self.samples[i]
+    def read_many(self, numbers, scratch=None):
+        return stack([self.samples[i] for i in numbers])
 
 
 @torch.no_grad()
