@@ -117,10 +117,13 @@ def delete_dump(dump_dir: Path, rid: str) -> None:
 
 
 def delete_dumps(dump_dir: Path, rids: Sequence[str]) -> None:
-    """Delete all files of these requests and of their repetitions, with one look at the folder."""
+    """Delete all files of these requests and of their repetitions, with one look at the folder. It may be gone with its server."""
     ours = {rid for rid in rids if RID.fullmatch(rid)}
-    with os.scandir(dump_dir) as entries:
-        names = [entry.name for entry in entries]
+    try:
+        with os.scandir(dump_dir) as entries:
+            names = [entry.name for entry in entries]
+    except FileNotFoundError:
+        return
     for name in names:
         if (stem := name.split(".")[0]) in ours or AGAIN.sub("", stem) in ours:
             with contextlib.suppress(FileNotFoundError):

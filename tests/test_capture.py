@@ -264,3 +264,8 @@ def test_with_the_variable_unset_nothing_is_registered(plugin: types.ModuleType,
 def test_the_plugin_stays_small_and_alone() -> None:
     source = (preflight.PLUGIN_DIR / "eagle3_capture.py").read_text()
     assert len(source.splitlines()) < 250 and "eagle3lib" not in source
+
+
+def test_deleting_dumps_of_a_server_that_took_its_folder_along_is_no_error(tmp_path):
+    """Clean-up runs while a death is being told; it must not hide it behind a missing folder."""
+    capture.delete_dump(tmp_path / "gone", capture.dump_rid("0123456789abcdef", "a1"))
