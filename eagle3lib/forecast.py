@@ -34,7 +34,8 @@ def describe(order: Order) -> str:
         lines.append(f"  {stage:<10}{_decision(plan.reasons.get(stage))}{needs[stage].text if plan.reasons.get(stage) else ''}")
     lines += [f"  warning: {text}" for text in plan.warnings]
     lines += ["", "parameters:"]
-    lines += [f"  {name:<20}{s.value!s:<28} {s.origin}" for name, s in experiment.settings.items()]
+    width = max(map(len, experiment.settings)) + 2
+    lines += [f"  {name:<{width}}{s.value!s:<28} {s.origin}" for name, s in experiment.settings.items()]
     lines += ["", *_totals([needs[stage] for stage, reason in plan.reasons.items() if reason], order.runs_dir)]
     return redact.hide("\n".join(lines))
 
