@@ -40,7 +40,10 @@ def find(paths: list[Path]) -> list[Path]:
         if not here:
             raise Eagle3Error(f"{path}: no store there, nor in the folders below it (a store has a store.json).")
         found += here
-    return list(dict.fromkeys(found))
+    once: dict[Path, Path] = {}
+    for path in found:  # runs/latest is a link to a run that is listed already
+        once.setdefault(path.resolve(), path)
+    return list(once.values())
 
 
 # ls, stat ----------------------------------------------------------------------------------------------------------

@@ -43,6 +43,12 @@ def test_ls_shows_size_age_and_state_of_every_store_below(run: Path, capsys: pyt
     assert lines[2].startswith(str(run / "b/store")) and lines[2].endswith("being written")
 
 
+def test_a_store_behind_a_link_is_listed_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "latest").symlink_to(run / "a")
+    assert store("ls", run) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
 def test_stat_is_json_and_counts_right(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert store("stat", run / "a") == 0
     about = json.loads(capsys.readouterr().out.split("\n", 1)[1])
