@@ -39,7 +39,7 @@ class AnswerBook:
         self.path, self.scope = Path(path), scope
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
-        self._reader = self.path.open("rb")
+        self._reader = os.open(self.path, os.O_RDONLY)
         self._scope_bytes = json.dumps(scope, sort_keys=True).encode()
         self._places: dict[bytes, tuple[int, int]] = {}
         self._writer: int | None = None
@@ -56,7 +56,7 @@ class AnswerBook:
         place = self._places.get(self.key(prompt_ids))
         if place is None:
             return None
-        line = json.loads(os.pread(self._reader.fileno(), place[1], place[0]))
+        line = json.loads(os.pread(self._reader, place[1], place[0]))
         return Answer(line["output_ids"], line["finish_reason"], line.get("error", ""))
 
     def put(self, prompt_ids: Sequence[int], answer: Answer) -> None:
@@ -100,6 +100,12 @@ class AnswerBook:
         os.close(self._writer)
         self._writer = None
 
+    def __del__(self) -> None:
+        try:
+            os.close(self._reader)
+        except (OSError, AttributeError):  # never opened
+            pass
+
     def _cut_torn_line(self) -> None:
         assert self._writer is not None
         end = size = os.fstat(self._writer).st_size
@@ -116,13 +122,13 @@ class AnswerBook:
     def _index(self) -> None:
         """Where each line is. A line without an end is still being written, or torn: it does not count."""
         self._places.clear()
-        self._reader.seek(0)
         at = 0
-        for number, line in enumerate(self._reader, 1):
-            if not line.endswith(b"\n"):
-                break
-            self._places.setdefault(self._key_of(line, number), (at, len(line)))
-            at += len(line)
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                self._places.setdefault(self._key_of(line, number), (at, len(line)))
+                at += len(line)
 
     def _key_of(self, line: bytes, number: int) -> bytes:
         key = line[len(_HEAD) : len(_HEAD) + _KEY_HEX]
