@@ -35,7 +35,7 @@ IDLE = "[...document.querySelectorAll('.jp-StatusBar-TextItem')].some(item => it
 PROMPTS = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(p => p.textContent)"
 ERROR, STDERR = '[data-mime-type="application/vnd.jupyter.error"]', '[data-mime-type="application/vnd.jupyter.stderr"]'
 OVER = f"{IDLE} && !{PROMPTS}.some(p => p.includes('*'))"
-BAR = re.compile(r"^(answer turn 1): +(\d+)%", re.MULTILINE)
+BAR = re.compile(r"^(answer): +(\d+)%", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
