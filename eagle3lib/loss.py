@@ -76,7 +76,9 @@ def simulate(draft: Draft, batch: Batch, steps: int) -> tuple[Tensor, Tensor]:
     if not len(batch):
         return known.clone(), known
     rows = max(64, CHUNK_BYTES[known.device.type] // (4 * draft.cfg.draft_vocab_size))
-    guess = [torch.cat([draft.logits(part).argmax(-1) for part in out.split(rows)]) for out in unroll(draft, batch, steps)]
+    short = getattr(draft.lm_head, "short", None)
+    matrix = draft.lm_head.weight if short is None else short  # as in the objective: rounded logits would have other maxima
+    guess = [torch.cat([products.wide(draft.normed(part), matrix).argmax(-1) for part in out.split(rows)]) for out in unroll(draft, batch, steps)]
     return counted & (draft.to_target(torch.stack(guess, dim=1)) == batch.greedy[target]), known
 
 

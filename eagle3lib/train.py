@@ -102,8 +102,8 @@ class Job:
         group: Group, shape: Mapping[str, Any], start_from: Path | None, tensorboard: bool,
     ) -> None:
         self.folder, self.recipe, self.device, self.group = run, recipe, device, group
-        self.lengths = store.lengths
-        self.heldout = [i for i, sample in enumerate(store.ids) if sample in heldout]
+        self.lengths, ids = store.lengths, store.ids
+        self.heldout = [i for i, sample in enumerate(ids) if sample in heldout]
         self.samples = np.setdiff1d(np.arange(len(store)), self.heldout)
         if not len(self.samples):
             raise Eagle3Error(f"store {store.path}: no sample to train on ({len(store)} in it, {len(self.heldout)} held out).")
@@ -126,6 +126,8 @@ class Job:
         self.total = self.ends[-1]
         self.about = {"target": str(target), "store": store.digest(), "recipe": asdict(recipe), "draft": self.draft.cfg.to_dict(), **whence}
         self.about["draft_vocab"] = xxhash.xxh3_128_hexdigest(d2t.numpy().tobytes())
+        order = [ids[i] for i in self.samples] + ["held out"] + [ids[i] for i in self.heldout]  # the digest does not know the order
+        self.about["samples"] = xxhash.xxh3_128_hexdigest("|".join(order).encode())
         self.log, self._tensorboard = MetricsLog(run / "metrics.jsonl"), tensorboard
         self.board: Board | None = None
         self.window = Window(group, device, recipe.ttt_steps)

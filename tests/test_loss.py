@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from drafts import HIDDEN, LAYERS, OPTIONS, VOCAB, make_batch, make_sample, small_draft, unrolled
 
-from eagle3lib import acceptance
+from eagle3lib import acceptance, products
 from eagle3lib.batches import document, pack, steps_left
 from eagle3lib.feed import trained_rows
 from eagle3lib.loss import joint_counts, joint_hits, objective, simulate
@@ -312,6 +312,19 @@ def test_hits_are_the_drafts_greedy_tokens_in_target_ids():
     assert hits[::2, 0].all()
     assert torch.equal(hits, objective(draft, batch, head[draft.target_ids], 3, 0.8).hits)
     assert torch.equal(known, batch.left[:, None] > torch.arange(3))
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_held_out_hits_come_from_the_products_that_training_multiplies_with(monkeypatch, short):
+    """On a GPU: the short copy of lm_head, added up in float32. `wide` must see it; rounded logits have other maxima."""
+    draft, head, seen = small_draft(), target_head(torch.float32), []
+    if short:
+        draft.lm_head.short = draft.lm_head.weight.detach().roll(1, 0)  # would give other tokens than the weight
+    batch, original = make_batch(MIXED, head), products.wide
+    monkeypatch.setattr(products, "wide", lambda rows, matrix: seen.append(matrix) or original(rows, matrix))
+    hits, _ = simulate(draft, batch, 3)
+    assert seen and all(matrix is (draft.lm_head.short if short else draft.lm_head.weight) for matrix in seen)
+    assert torch.equal(hits, objective(draft, batch, head[draft.target_ids], 3, 0.8).hits)
 
 
 def test_joint_hits_end_at_the_first_miss():

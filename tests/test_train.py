@@ -164,6 +164,20 @@ def test_another_recipe_starts_afresh_and_says_why(toy, tmp_path, capsys):
     assert (state["step"], state["about"]["recipe"]["lr"]) == (steps[-1], 1e-4)  # not the longer run's later state
 
 
+@pytest.mark.parametrize("change", ["held out", "order"])
+def test_a_state_of_other_samples_or_another_order_is_not_gone_on_from(toy, tmp_path, capsys, change):
+    """The store's digest knows neither: the same bytes, gone through otherwise, are another run."""
+    target, samples = toy
+    run, store = make_run(tmp_path / "run", samples[:10])
+    train(run, store, target, D2T, T2D, replace(RECIPE, epochs=1), heldout={samples[0].id})
+    _, other = make_run(tmp_path / "other", samples[:10] if change == "held out" else samples[9::-1])
+    assert other.digest() == store.digest()
+    capsys.readouterr()
+    train(run, other, target, D2T, T2D, replace(RECIPE, epochs=1), heldout={samples[change == "held out"].id})
+    said = capsys.readouterr().out
+    assert "starting afresh" in said and "samples: " in said
+
+
 # Refusals --------------------------------------------------------------------------------------------------------------
 
 
