@@ -45,7 +45,8 @@ def rows(logits, target, live, each, guess, slope, D, K, DISTANCE: tl.constexpr,
             p = tl.exp(tl.load(t_row + column, mask=column < D, other=-1e30).to(tl.float32) - t_lse)
             a += tl.minimum(p, q)
             b += tl.where(q < p, q, 0.0)
-        rate, share = tl.sum(a, 0), tl.sum(b, 0)
+        # Below 1e-37 float32 has no reciprocal: a distance is at most 85.2, and its gradient, still finite, fades beyond that.
+        rate, share = tl.maximum(tl.sum(a, 0), 1e-37), tl.sum(b, 0)
         tl.store(each + r, -tl.log(rate))
         for start in range(0, D, BLOCK):
             column = start + lanes

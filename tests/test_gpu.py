@@ -32,6 +32,13 @@ def test_rows_by_triton_equal_the_plain_ones(distance, drafted):
     assert error(slope.view(2, 7, -1)[live], s.view(2, 7, -1)[live]) < 1e-5 and (slope.view(2, 7, -1)[1, 3] == 0).all()
 
 
+def test_distributions_far_apart_have_a_finite_distance_and_gradient():
+    logits, target, live = torch.zeros(3, 500), torch.zeros(1, 500), torch.ones(1, 3) > 0
+    logits[:, 0], target[:, 1] = torch.tensor([40.0, 150.0, 1e4]), 1e4
+    each, _, slope = row_gradients(logits.cuda(), target.cuda(), live.cuda(), "lk", torch.float32)
+    assert each.isfinite().all() and slope.isfinite().all() and each.max() < 86
+
+
 @pytest.mark.parametrize(("heads", "keys", "width", "own"), [(8, 2, 64, 0), (8, 2, 64, 3), (9, 3, 64, 6), (32, 8, 128, 2)])
 def test_attention_and_its_gradients(heads, keys, width, own):
     from eagle3lib.flash import Varlen

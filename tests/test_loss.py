@@ -10,6 +10,7 @@ from drafts import HIDDEN, LAYERS, OPTIONS, VOCAB, make_batch, make_sample, smal
 
 from eagle3lib import acceptance, products
 from eagle3lib.batches import document, pack, steps_left
+from eagle3lib.distances import row_gradients
 from eagle3lib.feed import trained_rows
 from eagle3lib.loss import joint_counts, joint_hits, objective, simulate
 from eagle3lib.store import Sample, sample_id
@@ -296,6 +297,26 @@ def test_chunks_do_not_matter(monkeypatch):
     monkeypatch.setattr("eagle3lib.loss.chunk_targets", lambda drafted, steps, positions, device: 3)
     for a, b in zip(whole, gradients(MIXED, dtype=torch.float64), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("distance", ["ce", "kl", "lk"])
+@pytest.mark.parametrize("apart", [1.0, 30.0, 150.0, 1e3])
+def test_distances_and_gradients_of_distributions_far_apart(distance, apart):
+    """Against autograd over the definition in logarithms; rows that do not count are 0, also when they are no numbers."""
+    generator = torch.Generator().manual_seed(3)
+    z, t = (torch.randn(shape, generator=generator) for shape in ((2, 3, 20), (2, 20)))
+    z[..., 0], t[:, 1] = apart, apart
+    live = torch.tensor([[True, True, False], [True, False, True]])
+    x = z.double().requires_grad_()
+    logp, logq = t.double().log_softmax(-1).unsqueeze(1), x.log_softmax(-1)
+    entropy = (logp.exp() * logp).sum(-1) if distance == "kl" else 0
+    expected = -torch.minimum(logp, logq).logsumexp(-1) if distance == "lk" else entropy - (logp.exp() * logq).sum(-1)
+    expected[live].sum().backward()
+    logits = z.masked_fill(~live.unsqueeze(-1), float("nan"))
+    each, guess, slope = row_gradients(logits.flatten(0, 1), t, live, distance, torch.float32)
+    torch.testing.assert_close(each[live].double(), expected[live].detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(slope.view(2, 3, -1).double(), x.grad, rtol=1e-3, atol=1e-6)
+    assert (each[~live] == 0).all() and torch.equal(guess[live], z.argmax(-1)[live])
 
 
 # Hits ------------------------------------------------------------------------------------------------------------------
