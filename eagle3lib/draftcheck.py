@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eagle3lib import layouts
+from eagle3lib import layouts, ropefields
 from eagle3lib.draftfile import ARCHITECTURE, DTYPES
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.layouts import AUX_IDS, VLLM, our_name
@@ -45,7 +45,7 @@ def check_draft(folder: Path, target: Path | None = None) -> list[Problem]:
         tensors, named = _load(Path(folder), layouts.of(config))
         problems += [*named, *tensor_problems(tensors, config), *vocabulary_problems(tensors, config)]
     if target is not None:
-        problems += target_problems(config, _text(read_config(Path(target))), own=EMBED in tensors)
+        problems += target_problems(config, _text(read_config(Path(target)), Path(target)), own=EMBED in tensors)
     return sorted(dict.fromkeys(problems), key=lambda p: not p.fatal)
 
 
@@ -63,7 +63,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
         raise Eagle3Error(f"{folder}: no readable config.json in it; give the folder of a draft (or target) model") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Eagle3Error(f"{folder}/config.json is no JSON: {error}") from None
     if isinstance(config, dict) and "speculators_model_type" in config:
         raise Eagle3Error(f"{folder}: a draft in the layout of the speculators package, which is not read here; convert it to the layout "
@@ -73,8 +73,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("text_config") or config
+def _text(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    inner = config.get("text_config") or config
+    if not isinstance(inner, dict):
+        raise Eagle3Error(f"{folder}/config.json: text_config is a {type(inner).__name__}, not fields")
+    return inner
 
 
 # Config --------------------------------------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ FIELDS: dict[str, Rule] = {
     "rms_norm_eps": (_number(1e-12, 1e-2), "a number between 1e-12 and 0.01"),
     "max_position_embeddings": _COUNT,
     "rope_theta": (_number(1, 1e12), "a number of at least 1"),
-    "rope_scaling": (lambda v: v is None or (isinstance(v, dict) and ("rope_type" in v or "type" in v)), "null, or a table with rope_type"),
+    "rope_scaling": (ropefields.readable, ropefields.WANTED),
     "attention_bias": (lambda v: v is False, "false: the draft's projections have no bias"),
     "tie_word_embeddings": (lambda v: v is False, "false: true makes SGLang ignore lm_head.weight"),
     "fc_norm": (lambda v: type(v) is bool, "true or false: EAGLE-3.1's norms before fc"),
@@ -134,7 +137,7 @@ DEFAULTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def config_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Fields that are missing or do not have a value that the engine reads as meant."""
-    given = {**config, **_rope(config)}
+    given = {**config, **ropefields.fields(config)}
     if "dtype" in config:  # the newer name of torch_dtype
         given.setdefault("torch_dtype", config["dtype"])
     for name, (holds, wanted) in FIELDS.items():
@@ -147,12 +150,16 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
     groups: Any = given.get("num_key_value_heads", heads)
     if _count(heads) and _count(groups) and heads % groups:
         yield Problem("num_key_value_heads", f"is {groups}, does not divide num_attention_heads {heads}")
+    ids = layouts.ids_of(config)
+    if ids is not None and not _layer_ids(ids):  # at the top level or in eagle_config
+        yield Problem(AUX_IDS, f"is {ids!r}, must be ascending layer numbers")
     if isinstance(given.get("eagle_config"), dict):
-        yield from eagle_problems(given["eagle_config"], layouts.ids_of(config), layouts.of(config))
+        yield from eagle_problems(given["eagle_config"], ids, layouts.of(config))
         said = given["eagle_config"].get("norm_output", given.get("norm_output"))
         if said != given.get("norm_output", False):
             yield Problem("norm_output", f"is {given.get('norm_output')}, but eagle_config says that it was trained with {said}")
     yield from width_problems(given)
+    yield from (Problem(where, text) for where, text in ropefields.contradictions(config))
     if layouts.of(config) is VLLM and config.get("norm_before_residual"):
         yield Problem("norm_before_residual", "is true: the residual would be the normed stream, which our reader and SGLang do not know")
     if config.get("use_aux_norm") and config.get("fc_norm") is False:
@@ -167,20 +174,10 @@ def width_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("hidden_size", f"is {width}, the width of {streams} captured streams of {target}: SGLang would skip fc")
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling out of `rope_parameters`, where transformers 5 writes both."""
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return {}
-    return {"rope_theta": rope.get("rope_theta"), "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None}
-
-
 def eagle_problems(eagle: Mapping[str, Any], ids: Any, layout: layouts.Layout) -> Iterator[Problem]:
     """The captured layers: SGLang's ids name layer outputs, one less than the residual stream they stand for; vLLM's name the stream."""
     if ids is None:
         yield Problem(AUX_IDS, f"missing in eagle_config; the engine takes {DEFAULTS['eagle_config'](eagle)}", False)
-    elif not _layer_ids(ids):
-        yield Problem(AUX_IDS, f"is {ids!r}, must be ascending layer numbers")
     if eagle.get("use_aux_hidden_state") is not True:
         yield Problem("use_aux_hidden_state", f"is {eagle.get('use_aux_hidden_state')!r} in eagle_config, must be true")
     streams = eagle.get("residual_streams")
@@ -200,8 +197,8 @@ def _layer_ids(ids: Any) -> TypeGuard[list[int]]:
 Dim = tuple[str, int]  # the config's words for a size, and the size
 
 
-def layout(config: Mapping[str, Any]) -> dict[str, tuple[Dim, ...]]:
-    """Every tensor that the engine needs, under our names, with its sizes and where they come from."""
+def layout(config: Mapping[str, Any], most: int) -> dict[str, tuple[Dim, ...]]:
+    """Every tensor that the engine needs, under our names, with its sizes and where they come from; of at most `most` layers."""
     h, i, d, v = ((n, config[n]) for n in ("hidden_size", "intermediate_size", "draft_vocab_size", "vocab_size"))
     heads = config["num_attention_heads"]
     size, groups = config.get("head_dim") or h[1] // heads, config.get("num_key_value_heads") or heads
@@ -210,7 +207,7 @@ def layout(config: Mapping[str, Any]) -> dict[str, tuple[Dim, ...]]:
     ids = layouts.ids_of(config)
     aux = len(ids) if _layer_ids(ids) else 3
     shapes: dict[str, tuple[Dim, ...]] = {"midlayer.input_layernorm.weight": (h,)}
-    for n in range(config["num_hidden_layers"] if _count(config.get("num_hidden_layers")) else 1):
+    for n in range(min(config["num_hidden_layers"], most) if _count(config.get("num_hidden_layers")) else 1):
         place, read = (f"layers.{n}", h) if n else ("midlayer", wide)  # layers behind the first do not read the embedding
         shapes |= {f"{place}.{norm}.weight": (h,) for norm in ("hidden_norm", "post_attention_layernorm")}
         attention = {"q": (q, read), "k": (kv, read), "v": (kv, read), "o": (h, q)}
@@ -251,10 +248,10 @@ def _load(folder: Path, layout: layouts.Layout) -> tuple[dict[str, Tensor], list
 
 def tensor_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Iterator[Problem]:
     """Missing, unknown and misshapen tensors; values that no training leaves behind."""
-    wanted = layout(config)
+    deep, given = len({n.split(".")[1] for n in tensors if n.startswith("layers.")}), config.get("num_hidden_layers", 1)
+    wanted = layout(config, 1 + deep)  # layers that are missing whole are one problem
     for name in wanted.keys() - tensors.keys() - {"t2d", "d2t"}:
         yield Problem(name, "missing; the engine leaves it at random values")
-    deep, given = len({n.split(".")[1] for n in tensors if n.startswith("layers.")}), config.get("num_hidden_layers", 1)
     if given != 1 + deep:
         yield Problem("num_hidden_layers", f"is {given}, the file holds {1 + deep} layer{'s' if deep else ''}")
     if "fc_norm.0.weight" in wanted and not any(n.startswith("fc_norm.") for n in tensors):
@@ -292,7 +289,7 @@ def value_problems(name: str, tensor: Tensor, dtype: Any) -> Iterator[Problem]:
 def vocabulary_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Iterator[Problem]:
     """d2t holds offsets (target id = draft id + d2t), ascending; t2d marks the same ids."""
     d2t, t2d, vocab = tensors.get("d2t"), tensors.get("t2d"), config["vocab_size"]
-    marked = t2d.nonzero().flatten() if t2d is not None and t2d.shape == (vocab,) else None
+    marked = t2d.nonzero().flatten() if t2d is not None and t2d.shape == (vocab,) and t2d.dtype == torch.bool else None
     if t2d is None:
         yield Problem("t2d", "missing; SGLang does without, trainers and other engines do not", False)
     elif t2d.dtype != torch.bool:
@@ -330,13 +327,17 @@ def target_problems(config: Mapping[str, Any], target: Mapping[str, Any], own: b
         if mine is not None and theirs is not None and mine != theirs:
             yield Problem(field, f"is {mine}, the target's {other} is {theirs}: {why}", fatal)
 
-    given, full = {**config, **_rope(config)}, {**target, **_rope(target)}
+    given, full = {**config, **ropefields.fields(config)}, {**target, **ropefields.fields(target)}
     given.setdefault("target_hidden_size", given.get("hidden_size"))
     yield from differs("vocab_size", "vocab_size", fatal=True, why="a draft for another tokenizer")
     yield from differs("target_hidden_size", "hidden_size", fatal=True, why="a draft for another target")
     if not own:
         yield from differs("hidden_size", "hidden_size", fatal=True, why="the draft uses the target's embedding")
     yield from differs("rope_theta", "rope_theta", fatal=False, why="right only if the draft was trained so")
+    yield from differs("rms_norm_eps", "rms_norm_eps", fatal=False, why="right only if the draft was trained so")
+    mine, theirs = ropefields.scaling(given), ropefields.scaling(full)
+    if mine != theirs:
+        yield Problem("rope_scaling", f"is {mine}, the target's is {theirs}: right only if the draft was trained so", False)
     yield from differs("max_position_embeddings", "max_position_embeddings", fatal=False, why="the engine takes the target's for both")
     yield from layer_problems(layouts.ids_of(config), target.get("num_hidden_layers"), layouts.of(config))
 

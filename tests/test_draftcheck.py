@@ -114,6 +114,31 @@ def test_a_field_that_changes_the_forward_is_named(folder, field, value):
     assert any(text.startswith(f"error: {field}: ") for text in errors(folder))
 
 
+ROPES = [{"rope_type": "nonsense"}, {"rope_type": []}, {"type": "linear"}, {"rope_type": "linear", "factor": -3},
+         {"rope_type": "yarn", "factor": 0}, {"rope_type": "dynamic", "factor": "8"},
+         {"rope_type": "llama3", "factor": 8.0}, {"rope_type": "longrope", "short_factor": []}, {"factor": 2.0}]
+
+
+@pytest.mark.parametrize("scaling", ROPES, ids=str)
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_a_rope_of_which_no_frequencies_can_be_made_is_named(folder, place, scaling):
+    base = {"rope_theta": 10000.0} if place == "rope_parameters" else {}
+    change_config(folder, lambda c: (c.pop("rope_scaling"), c.update({place: {**scaling, **base}})))
+    assert ("rope_scaling" in "".join(errors(folder))) == (scaling != {"factor": 2.0} or place == "rope_scaling")
+
+
+@pytest.mark.parametrize(("change", "where"), [
+    (lambda c: c.update(rope_parameters={"rope_type": "default", "rope_theta": 7.0}), "rope_theta"),
+    (lambda c: c.update(rope_scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}), "rope_theta"),
+    (lambda c: c.update(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 3.0}), "rope_scaling"),
+    (lambda c: c.update(rope_parameters=[1]), "rope_parameters"),
+    (lambda c: c.update(rope_parameters={"rope_type": "default"}), None),
+    (lambda c: (c.pop("rope_scaling"), c.update(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": c.pop("rope_theta")})), None)])
+def test_two_places_that_say_different_things_of_the_rope_are_named(folder, change, where):
+    change_config(folder, change)
+    assert {p.where for p in draftcheck.check_draft(folder)} == ({where} if where else set())
+
+
 def d2t_of(ids):
     return torch.tensor(ids) - torch.arange(len(ids))
 
@@ -310,10 +335,30 @@ def test_a_fitting_draft_has_no_problem(fitting, tiny):
     (lambda c: c.update(hidden_size=32), "hidden_size", True),
     (lambda c: c.update(rope_theta=500000.0), "rope_theta", False),
     (lambda c: c.update(max_position_embeddings=512), "max_position_embeddings", False),
+    (lambda c: c.update(rms_norm_eps=1e-3), "rms_norm_eps", False),
+    (lambda c: c.update(rope_scaling={"rope_type": "linear", "factor": 8.0}), "rope_scaling", False),
 ])
 def test_a_draft_that_does_not_fit_is_named(fitting, tiny, change, where, fatal):
     change_config(fitting, change)
     assert any(p.where == where and p.fatal == fatal for p in draftcheck.check_draft(fitting, tiny))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("change", [lambda c: c.update(rope_scaling=None), lambda c: c.pop("rope_scaling"),
+                                    *(lambda c, n=n, v=v: c["rope_scaling"].update({n: v}) for n, v in [
+                                        ("factor", 32.0), ("low_freq_factor", 2.0), ("original_max_position_embeddings", 1024)])])
+def test_a_rope_scaling_other_than_the_targets_is_named(tiny, tmp_path, change):
+    """The target may say the same in another place and spelling; that is no problem."""
+    folder, target = export.export(fitting_draft(tiny, rope_scaling=LLAMA3), tmp_path / "draft", dtype="float32"), tmp_path / "target"
+    target.mkdir()
+    for scaled in ({"rope_scaling": {**LLAMA3, "type": "llama3"}}, {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}}):
+        plain = {n: v for n, v in draftcheck.read_config(tiny).items() if not n.startswith("rope")}
+        (target / "config.json").write_text(json.dumps({**plain, "rope_theta": 10000.0, **scaled}))
+        assert draftcheck.check_draft(folder, target) == []
+    change_config(folder, change)
+    assert "rope_scaling" in named(folder, target)
 
 
 def test_the_report_prints_every_problem_and_its_exit_code(fitting, tiny, capsys):
