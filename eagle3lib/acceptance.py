@@ -29,7 +29,8 @@ which it is. Temperature 0 unless said.
   would take long rounds away more often than short ones.
 - simulated: the joint hits of a chain, teacher-forced at every reply row. measured: counted in a real draft-and-verify loop, where rounds
   start behind misses. served: SGLang's own tokens and verify steps of each request, without the first token, which its prefill writes.
-- Intervals: 95 %, bootstrap over prompts (a prompt's rounds are not independent).
+- Intervals: 95 %, bootstrap over prompts (a prompt's rounds are not independent). One prompt says nothing about others: its interval is
+  everything that can be, 1 to K+1.
 """
 
 USELESS_LENGTH = 1.05  # below this, drafting cannot pay for its own forward passes
@@ -139,8 +140,12 @@ def counted(tokens_P: Sequence[int], rounds_P: Sequence[int], steps: int, *, see
     if (tokens < rounds).any() or (tokens > rounds * (steps + 1)).any():
         p = int(((tokens < rounds) | (tokens > rounds * (steps + 1))).argmax())
         raise ValueError(f"prompt {p}: {tokens[p]} tokens in {rounds[p]} rounds lie outside 1..{steps + 1} a round")
-    drawn = _drawn(len(tokens), seed)
-    low, high = np.percentile(1 + _share(drawn @ (tokens - rounds), drawn @ rounds), [2.5, 97.5]) if len(tokens) else (float("nan"),) * 2
+    low, high = float("nan"), float("nan")
+    if (rounds > 0).sum() > 1:
+        drawn = _drawn(len(tokens), seed)
+        low, high = np.percentile(1 + _share(drawn @ (tokens - rounds), drawn @ rounds), [2.5, 97.5])
+    elif len(tokens):
+        low, high = 1.0, steps + 1.0
     length = float(1 + _share((tokens - rounds).sum(), rounds.sum()))
     return Acceptance(len(tokens), int(rounds.sum()), steps, length, float(low), float(high), (length - 1) / steps, [], [], [])
 
@@ -155,10 +160,12 @@ def _share(hits: Any, tried: Any) -> np.ndarray:
 
 
 def _intervals(hits_PK: np.ndarray, tried_PK: np.ndarray, seed: int) -> tuple[float, float, list[float], list[float]]:
-    """95 % percentile bootstrap over prompts of the length and of each survival."""
-    prompts = len(hits_PK)
+    """95 % percentile bootstrap over prompts of the length and of each survival; all that can be, where fewer than two were tried."""
+    prompts, steps = hits_PK.shape
     if prompts == 0:
-        return float("nan"), float("nan"), [float("nan")] * hits_PK.shape[1], [float("nan")] * hits_PK.shape[1]
+        return float("nan"), float("nan"), [float("nan")] * steps, [float("nan")] * steps
+    if tried_PK.any(axis=1).sum() < 2:
+        return 1.0, steps + 1.0, [0.0] * steps, [1.0] * steps
     drawn = _drawn(prompts, seed)
     survival_BK = _share(drawn @ hits_PK, drawn @ tried_PK)
     low_K, high_K = np.percentile(survival_BK, [2.5, 97.5], axis=0)

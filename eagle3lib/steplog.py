@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3lib import runs
 from eagle3lib.loss import Outcome, joint_hits
 from eagle3lib.parallel import Group
 
@@ -35,13 +36,14 @@ class MetricsLog:
         return record
 
     def read(self) -> list[Record]:
-        lines = self.path.read_text().splitlines() if self.path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        """Every whole record; a line without its end was cut short in writing, whatever it looks like."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.is_file() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def cut(self, step: int) -> list[Record]:
         """Drop what comes after `step`; what is left."""
         kept = [r for r in self.read() if r["step"] <= step]
-        self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        runs.write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         return kept
 
 

@@ -118,6 +118,17 @@ def test_identical_prompts_have_an_interval_of_no_width():
     assert figure.low == figure.length == figure.high == 1.5
 
 
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+@pytest.mark.parametrize("empty", [0, 3])
+def test_one_prompt_says_nothing_about_others(accepted, empty):
+    """However many rounds it has, and however many prompts without a round stand beside it."""
+    figure = acceptance.measured([rounds(*[accepted] * 50), *[[]] * empty], steps=3)
+    totals = acceptance.counted([50 * (accepted + 1), *[0] * empty], [50, *[0] * empty], 3)
+    for one in (figure, totals):
+        assert (one.low, one.length, one.high) == (1.0, accepted + 1.0, 4.0) and acceptance.verdict(one)[0] == "unclear"
+    assert (figure.survival_low, figure.survival_high) == ([0.0] * 3, [1.0] * 3)
+
+
 def test_no_rounds_is_said_and_not_a_crash():
     figure = acceptance.measured([[]], steps=2)
     assert figure.rounds == 0 and acceptance.verdict(figure)[0] == "unclear"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -196,6 +197,24 @@ def test_bundles_of_steps_change_nothing_but_when_it_is_said(toy, tmp_path, monk
     measured = [r["step"] for r in lines(runs_[0]) if "heldout" in r]
     total = max(measured)
     assert measured == sorted({*range(3, total + 1, 3), total // 2, total})
+
+
+def test_a_line_cut_short_anywhere_is_passed_over_and_dropped(tmp_path, monkeypatch):
+    log = steplog.MetricsLog(tmp_path / "metrics.jsonl")
+    records = [log.add({"step": n, "heldout": {"length": 1.5}, "buckets": {"context": {"0+": {}}}}) for n in (1, 2)]
+    whole = log.path.read_text()
+    for length in range(len(whole) // 2, len(whole)):
+        log.path.write_text(whole[:length])
+        assert log.read() == records[:1] == log.cut(2) and log.path.read_text() == whole[: len(whole) // 2]
+    log.path.write_text(whole)
+
+    def died(*_):
+        raise OSError("the power went")
+
+    monkeypatch.setattr(os, "replace", died)
+    with pytest.raises(Eagle3Error, match="cannot be written"):
+        log.cut(1)
+    assert log.path.read_text() == whole and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_bad_number_in_a_bundle_stops_at_its_own_step(toy, tmp_path, monkeypatch):
