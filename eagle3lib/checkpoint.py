@@ -160,9 +160,15 @@ def last_state(folder: Path, *, say: bool = True) -> tuple[Path, dict[str, Any]]
 
 
 def load_state(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -> None:
-    """Put a state's weights and moments into `draft` and `optimizer`. The target's embedding is left as it is."""
+    """Put a state's weights and moments into `draft` and `optimizer`. The target's embedding is left as it is.
+
+    How the optimizer computes stays its own: the state may come from another device.
+    """
     _fill(draft, path, None)
-    optimizer.load_state_dict(torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu"))
+    state = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
+    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        saved |= {name: own[name] for name in ("capturable", "fused", "foreach")}
+    optimizer.load_state_dict(state)
 
 
 def discard_states(folder: Path) -> None:

@@ -174,12 +174,18 @@ def _heldout(run: Path | None) -> list[Candidate]:
         raise ParamError(f"evaluation set {HELDOUT!r} needs a run folder with prepared rows")
     rows = prepared.load_prepared(run)
     rows = rows.select(np.flatnonzero(np.asarray(rows["heldout"])))
-    return [Candidate(row["sample_id"], ids=row["input_ids"][: _last_reply(row["loss_mask"])]) for row in rows]
+    return [_row(row) for row in rows]
+
+
+def _row(row: dict[str, Any]) -> Candidate:
+    if ids := row["input_ids"][: _last_reply(row["loss_mask"])]:
+        return Candidate(row["sample_id"], ids=ids)
+    return Candidate(row["sample_id"], drop=Drop("no prompt before the reply", row["sample_id"]))
 
 
 def _last_reply(mask: Sequence[bool]) -> int:
-    """Where the last supervised stretch begins."""
-    return max(t for t in range(len(mask)) if mask[t] and (t == 0 or not mask[t - 1]))
+    """Where the last supervised stretch begins; 0 without one."""
+    return max((t for t in range(len(mask)) if mask[t] and (t == 0 or not mask[t - 1])), default=0)
 
 
 # As in training ------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class Job:
                 "Look at the loss masks that 01_prepare shows, and raise draft_vocab."
             )
         every = self.recipe.eval_steps
-        if ended or (every and self.step % every == 0 and not stop):
+        if ended or (every and self.step % every == 0):  # asked to stop or not: nobody comes back to this step
             self._write(self._measure(epoch), on_record)
         if ended or stop or self.step % self.recipe.save_steps == 0:
             if self.group.main:

@@ -92,6 +92,20 @@ def test_a_state_brings_back_weights_and_moments(tmp_path):
     assert same(draft, other)
 
 
+@pytest.mark.parametrize("ways", [{"fused": True, "capturable": True}, {"fused": True}, {"foreach": True, "capturable": True}, {"foreach": True}, {}])
+def test_a_state_of_another_device_does_not_change_how_the_optimizer_computes(tmp_path, ways):
+    """A GPU's optimizer is captured in a graph, a CPU's is not; either goes on from the other's state."""
+    draft, optimizer = stepped(steps=3)
+    path = checkpoint.save_state(tmp_path, draft, optimizer, {"step": 3})
+    other = small_draft(seed=5)
+    fresh = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=1e-2, **ways)
+    before = {n: fresh.param_groups[0][n] for n in ("fused", "foreach", "capturable")}
+    checkpoint.load_state(path, other, fresh)
+    assert {n: fresh.param_groups[0][n] for n in before} == before and same(draft, other)
+    moments = [[s["exp_avg"] for s in o.state.values()] for o in (optimizer, fresh)]
+    assert all(torch.equal(a, b) for a, b in zip(*moments, strict=True)) and all(s["step"] == 3 for s in fresh.state.values())
+
+
 def test_states_rotate(tmp_path):
     draft, optimizer = stepped()
     for step in (9, 10, 11, 100):

@@ -119,6 +119,16 @@ def test_held_out_rows_are_asked_with_the_ids_of_training(chat, tmp_path):
         questions.choose(["heldout"], 1, chat, room=500)
 
 
+@pytest.mark.parametrize("mask", [[True] * 5, [False] * 5, [True, False, False, False, False]])
+def test_held_out_rows_without_a_prompt_are_counted_not_asked(chat, tmp_path, mask):
+    rows = [{"input_ids": [70, 71, 72, 73, 74], "loss_mask": m, "n_tokens": 5, "n_supervised": sum(m), "source": "s", "sample_id": name,
+             "heldout": True} for name, m in (("bare", mask), ("whole", [False, False, True, True, True]))]
+    as_dataset(rows).save_to_disk(str(tmp_path / "prepared"))
+    runs.write_json(tmp_path / "prepared" / "prepared.json", {"rows_kept": 2, "fingerprint": chat.fingerprint})
+    asked = questions.choose(["heldout"], 9, chat, room=500, run=tmp_path)
+    assert [(q.id, q.ids) for q in asked.questions] == [("whole", [70, 71])] and asked.dropped == {"no prompt before the reply": 1}
+
+
 def test_the_tail_and_the_options_of_training(chat, tmp_path):
     prepared_run(tmp_path, chat)
     assert questions.trained_tail(tmp_path, len(chat.generation_prompt)) == chat.generation_prompt

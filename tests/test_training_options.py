@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,6 +198,25 @@ def test_bundles_of_steps_change_nothing_but_when_it_is_said(toy, tmp_path, monk
     measured = [r["step"] for r in lines(runs_[0]) if "heldout" in r]
     total = max(measured)
     assert measured == sorted({*range(3, total + 1, 3), total // 2, total})
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_signal_at_a_step_that_measures_loses_no_measurement(toy, tmp_path, at):
+    target, samples = toy
+    recipe, found = replace(RECIPE, epochs=1, eval_steps=3, save_steps=100), []
+    for name in ("straight", "stopped"):
+        run, store = make_run(tmp_path / name, samples[:21])
+
+        def say(record, stopped=name == "stopped"):
+            if stopped and record["step"] == at and "lr" in record:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        if name == "stopped":
+            with pytest.raises(KeyboardInterrupt):
+                train(run, store, target, D2T, T2D, recipe, heldout={samples[0].id}, on_record=say)
+        train(run, store, target, D2T, T2D, recipe, heldout={samples[0].id})
+        found.append(plain(run))
+    assert found[0] == found[1] and [r["step"] for r in found[0] if "heldout" in r] == [3, 6, 8]
 
 
 def test_a_line_cut_short_anywhere_is_passed_over_and_dropped(tmp_path, monkeypatch):
