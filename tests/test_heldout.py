@@ -12,6 +12,7 @@ from eagle3lib import heldout
 from eagle3lib.batches import Reader
 from eagle3lib.loss import simulate
 from eagle3lib.parallel import Group
+from eagle3lib.samples import stack
 
 SAMPLES = [make_sample(150, [(60, 124)], seed=1), make_sample(90, [(3, 66), (70, 80)], seed=2), make_sample(90, [(10, 85)], seed=3),
            make_sample(20, [(4, 16)], seed=4)]
@@ -19,8 +20,8 @@ PARTS, STEPS = [[0], [1, 2], [3]], 3
 
 
 class Stored:
-    def read(self, i):
-        return SAMPLES[i]
+    def read_many(self, numbers, scratch=None):
+        return stack([SAMPLES[i] for i in numbers])
 
 
 @pytest.fixture
