@@ -10,7 +10,6 @@ is read as what it is, whatever it is called.
 from __future__ import annotations
 
 import codecs
-import glob
 import gzip
 import json
 import re
@@ -22,6 +21,7 @@ from typing import Any
 
 import xxhash
 
+from eagle3lib import places
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.evalsets import package_file
 
@@ -61,7 +61,7 @@ def read(source: str) -> Iterator[Raw]:
 
 def find_files(source: str) -> list[Path]:
     """The data files that a path, folder or glob means, sorted; [] when nothing has that name."""
-    path = Path(source).expanduser()
+    path = places.located(source)
     if path.is_file():
         if not _kind(path):
             raise ParamError(f"prompts {source!r}: files of type {path.suffix or '(none)'} are not read; known are "
@@ -72,8 +72,7 @@ def find_files(source: str) -> list[Path]:
         if not found:
             raise Eagle3Error(f"prompts {source!r}: the folder holds no .jsonl, .json, .parquet or .arrow file")
         return sorted(found)
-    matches = [Path(m) for m in glob.glob(str(path), recursive=True)] if glob.has_magic(str(path)) else []
-    return sorted(m for m in matches if m.is_file() and _kind(m))
+    return [m for m in places.matches(source) if m.is_file() and _kind(m)]
 
 
 def digest(source: str) -> str | None:
