@@ -124,6 +124,9 @@ class Run:
         status = "failed"
         try:
             status = self._stages(plan)
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
         finally:
             self._close(status)
         return Result(EXIT.get(status, 1), status, self.dir)

@@ -11,7 +11,8 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +21,7 @@ from eagle3lib import params, redact, reuse, runs
 from eagle3lib.compare import MEASURE
 from eagle3lib.console import GREEN, RED, Console, duration
 from eagle3lib.errors import ParamError
-from eagle3lib.experiment import Experiment, Order, new_run, read_run
+from eagle3lib.experiment import Experiment, Order, new_run, read_run, refuse_secret_flags
 from eagle3lib.runner import catch_signals
 
 
@@ -34,6 +35,7 @@ class Point:
     keys: dict[str, reuse.Key]
     process: subprocess.Popen[bytes] | None = None
     exit_code: int | None = None
+    told: int = 0  # how many signals were passed on to its process
     shared: list[str] = field(default_factory=list)  # stages taken over from another point
 
     @property
@@ -69,7 +71,7 @@ def run(
     console = Console(out or sys.stdout)
     points = make_points(source, overrides, folder, base)
     console.say(f"sweep of {len(points)} points: {', '.join(p.dir.name for p in points)}")
-    with catch_signals() as signals:
+    with catch_signals() as signals, _ended(points):
         while waiting := [p for p in points if p.exit_code is None]:
             running = [p for p in waiting if p.process]
             for point in running:
@@ -86,6 +88,17 @@ def run(
     return 130 if signals else 0 if codes == {0} else 1
 
 
+@contextmanager
+def _ended(points: Sequence[Point]) -> Iterator[None]:
+    """However this ends, no point goes on without anybody to look at it."""
+    try:
+        yield
+    finally:
+        for point in points:
+            if point.process and point.process.poll() is None:
+                point.process.terminate()
+
+
 def combine(source: Path, overrides: Mapping[str, Any], books: params.Notebooks) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What all points have in common, and what each differs in. ParamError when one of them is wrong."""
     given = params.load(source)
@@ -93,7 +106,8 @@ def combine(source: Path, overrides: Mapping[str, Any], books: params.Notebooks)
     fixed = {**{k: v for k, v in given.items() if k != "sweep"}, **overrides}
     combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     for values in combinations:
-        params.resolve(books, {}, {**fixed, **values})
+        redact.remember({**fixed, **values})
+        refuse_secret_flags(params.resolve(books, {}, {**fixed, **values}))
     return fixed, combinations
 
 
@@ -116,8 +130,7 @@ def describe(source: Path, overrides: Mapping[str, Any], notebooks: Path | None 
 def make_points(source: Path, overrides: Mapping[str, Any], folder: Path, base: Path) -> list[Point]:
     """Check every combination, then make a run folder with a params file for each. Nothing is made when one is wrong."""
     fixed, combinations = combine(source, overrides, params.read_notebooks(folder))
-    redact.remember(fixed)
-    if (text := params.dump(fixed)) != redact.hide(text):
+    if any((text := params.dump({**fixed, **values})) != redact.hide(text) for values in combinations):
         raise ParamError("a sweep writes its parameters to files, and one of them holds a secret: give it by the environment instead")
     points = []
     for number, values in enumerate(combinations, 1):
@@ -159,8 +172,9 @@ def _look(point: Point, signals: Sequence[int], console: Console) -> None:
     assert point.process
     point.exit_code = point.process.poll()
     if point.exit_code is None:
-        if signals:
-            point.process.terminate()
+        for number in signals[point.told :]:  # each one once: a run takes the second for impatience and the third for an order
+            point.process.send_signal(number)
+        point.told = len(signals)
         return
     about = read_run(point.dir)
     console.say(
