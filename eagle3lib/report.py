@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -34,6 +35,7 @@ DOES = {
 }
 
 Show = Callable[[Any], str]
+_PICTURE = re.compile(r"(data:[\w/+.-]+;base64,[A-Za-z0-9+/=\s]+)")
 # metric, label, how to print, what it means; the first one leads
 HEADLINES: tuple[tuple[str, str, Show, str], ...] = (
     ("evaluate.acceptance_length_measured", "acceptance length, measured", lambda v: f"{v:.2f}", "tokens a target forward, chain"),
@@ -64,8 +66,13 @@ def write(run: Path) -> Path:
 
 
 def without_places(text: str) -> str:
-    """text without the paths of this machine: the repository's becomes relative, the user's home `~`."""
-    return text.replace(f"{runs.repo_root()}/", "").replace(f"{Path.home()}/", "~/")
+    """text without the paths of this machine: the repository's becomes relative, the user's home `~`. Pictures stay as they are."""
+    known = [(place, short) for place, short in ((runs.repo_root(), ""), (Path.home(), "~/")) if len(place.parts) > 1]  # `/` is in everything
+    parts = _PICTURE.split(text)
+    for i in range(0, len(parts), 2):  # every other part is a picture
+        for place, short in known:
+            parts[i] = parts[i].replace(f"{place}/", short)
+    return "".join(parts)
 
 
 def write_index(base: Path) -> Path:

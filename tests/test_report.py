@@ -144,6 +144,17 @@ def test_secrets_and_places_do_not_reach_the_page(run: Path, monkeypatch: pytest
     assert "planted-secret-value" not in page and str(runs.repo_root()) not in page and "in eagle3lib/x.py" in page
 
 
+@pytest.mark.parametrize("home", ["/", "/AAAA"])
+def test_no_place_is_looked_for_within_pictures(run: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    monkeypatch.setenv("HOME", home)
+    picture = "iVBORw0K/AAAA/AAAA//AAAA/w=="  # this is valid base64
+    nbformat.write(new_notebook(cells=[new_code_cell("draw()", outputs=[outputs(**{"image/png": picture})])]), run / "04_train.ipynb")
+    record(run, "verify", "failed", error="in /AAAA/x.py, see sftp://host//x")
+    page = text_of(run)
+    assert f'base64,{picture}"' in page
+    assert ("in ~/x.py" if home == "/AAAA" else "in /AAAA/x.py, see sftp://host//x") in page
+
+
 def test_the_index_lists_runs_the_latest_first(run: Path) -> None:
     other = run.parent / "20261202-bad"
     other.mkdir()
