@@ -60,7 +60,8 @@ class Experiment:
         redact.remember(overrides)
         if "run_dir" in {**given, **overrides}:
             raise ParamError("run_dir: the runner makes the run folder; name it with --run-id")
-        if "sweep" in given:
+        section = given.pop("sweep", {})
+        if not isinstance(section, dict) or section.keys() - overrides.keys():
             raise ParamError(f"{Path(source).name} has a sweep section: that is several runs, not one")
         return cls(Path(source), Path(folder), notebooks, given, dict(overrides), params.resolve(notebooks, given, dict(overrides)))
 

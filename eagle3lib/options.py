@@ -98,9 +98,12 @@ def _part(text: str) -> Part:
         return Part(name, cap=int(tail))
     if tail.endswith("%"):
         try:
-            return Part(name, share=float(tail[:-1]) / 100)
+            share = float(tail[:-1]) / 100
         except ValueError:
-            pass
+            return Part(text)
+        if not 0 <= share <= 1:
+            raise ParamError(f"prompts {text!r}: a share is at least 0 % and at most 100 %")
+        return Part(name, share=share)
     return Part(text)
 
 

@@ -177,10 +177,10 @@ def require(run: Path, stage: str, key: Key, noted: Mapping[str, Any]) -> str:
 
 
 def stages_between(names: list[str], start: str, only: str) -> list[str]:
-    """The stages that --from and --only select. Eagle3Error on an unknown name."""
+    """The stages that --from and --only select. ParamError on an unknown name."""
     for name in filter(None, (start, only)):
         if name not in names:
-            raise Eagle3Error(f"unknown stage {name}; the stages are {', '.join(names)}")
+            raise ParamError(f"unknown stage {name}; the stages are {', '.join(names)}")
     if only:
         return [only]
     return names[names.index(start) :] if start else names

@@ -22,7 +22,7 @@ from eagle3lib.compare import MEASURE
 from eagle3lib.console import GREEN, RED, Console, duration
 from eagle3lib.errors import ParamError
 from eagle3lib.experiment import Experiment, Order, new_run, read_run, refuse_secret_flags
-from eagle3lib.runner import catch_signals
+from eagle3lib.runner import catch_signals, require_limits
 
 
 @dataclass
@@ -62,11 +62,13 @@ def run(
     overrides: Mapping[str, Any],
     *,
     jobs: int = 1,
+    stage_timeout_s: float | None = None,
     notebooks: Path | None = None,
     runs_dir: Path | None = None,
     out: TextIO | None = None,
 ) -> int:
     """Run every point, at most `jobs` at a time. Exit code 0 when all are done, 1 when one failed, 130 when interrupted."""
+    require_limits(stage_timeout_s, jobs)
     folder, base = Path(notebooks or runs.notebooks_dir()), Path(runs_dir or runs.runs_dir())
     console = Console(out or sys.stdout)
     points = make_points(source, overrides, folder, base)
@@ -78,7 +80,7 @@ def run(
                 _look(point, signals, console)
             ready = [p for p in waiting if not p.process and may_start(p, running)]
             if ready and len(running) < jobs and not signals:
-                _start(ready[0], points, folder, console)
+                _start(ready[0], points, folder, console, stage_timeout_s)
             elif signals and not running:
                 break
             else:
@@ -152,7 +154,7 @@ def done_stages(point: Point) -> list[str]:
     return list(itertools.takewhile(lambda stage: entries.get(stage, {}).get("status") == "ok", point.keys))
 
 
-def _start(point: Point, points: Sequence[Point], folder: Path, console: Console) -> None:
+def _start(point: Point, points: Sequence[Point], folder: Path, console: Console, limit: float | None) -> None:
     """Take over what other points have done, then start the point's process."""
     for stage, key in point.keys.items():
         source = next((p for p in points if p is not point and p.keys[stage] == key and stage in done_stages(p)), None)
@@ -162,7 +164,7 @@ def _start(point: Point, points: Sequence[Point], folder: Path, console: Console
         point.shared.append(stage)
     shared = f", shares {', '.join(point.shared)}" if point.shared else ""
     console.say(f"{point.dir.name}: {point.name}{shared}; its output: {runs.show_path(point.dir / 'console.log')}")
-    command = [sys.executable, "-m", "eagle3lib.sweep", str(point.file), str(folder), str(point.dir)]
+    command = [sys.executable, "-m", "eagle3lib.sweep", str(point.file), str(folder), str(point.dir), *([str(limit)] if limit else [])]
     with (point.dir / "console.log").open("wb") as log:
         point.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
 
@@ -192,13 +194,13 @@ def table(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-def main(file: str, notebooks: str, where: str) -> int:
+def main(file: str, notebooks: str, where: str, limit: str = "") -> int:
     """One point, in its own process."""
     from eagle3lib import cli, runner
 
     folder = Path(where)
     order = Order(Path(file), run_id=folder.name, notebooks=Path(notebooks), runs_dir=folder.parent)
-    return cli.guarded(lambda: runner.run(order).exit_code)
+    return cli.guarded(lambda: runner.run(order, stage_timeout_s=float(limit) if limit else None).exit_code)
 
 
 if __name__ == "__main__":
