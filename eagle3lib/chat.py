@@ -151,9 +151,9 @@ class Chat:
         """The first of the three steps of `rows`, which many records take together: render, encode all at once, mask."""
         try:
             if isinstance(record, Tokenised):
-                return [self._tokenised_row(record)]
+                return [self._tokenised_row(record, train, thinking)]
             if isinstance(record, Rendered):
-                return [Draft(record.text, record, thinking)]
+                return [Draft(record.text, record, thinking, train=train)]
             return self._drafts(record, train, thinking)
         except Drop as drop:
             return [drop]
@@ -215,7 +215,7 @@ class Chat:
     def _rows(self, encoded: Encoded) -> list[Row | Drop]:
         record = encoded.draft.record
         if isinstance(record, Rendered):
-            return [self._marked_row(self._with_bos(encoded.ids))]
+            return [self._marked_row(self._with_bos(encoded.ids), encoded.draft.train, encoded.draft.thinking)]
         assert isinstance(record, Conversation)  # Tokenised records need no encoding
         row = self._row(encoded, record)
         if row is not None:
@@ -317,18 +317,28 @@ class Chat:
 
     # ids that came without a conversation --------------------------------------------------------------------------
 
-    def _tokenised_row(self, record: Tokenised) -> Row:
+    def _tokenised_row(self, record: Tokenised, train: str, thinking: bool) -> Row:
         if max(record.input_ids) >= len(self.tokenizer):
             raise Drop("token id outside the vocabulary", f"{max(record.input_ids)} of {len(self.tokenizer)}")
         if record.loss_mask is None:
-            return self._marked_row(self._with_bos(record.input_ids))
+            return self._marked_row(self._with_bos(record.input_ids), train, thinking)
         if not any(record.loss_mask):
             raise Drop("no supervised tokens")
         return self._with_bos_row(record.input_ids, record.loss_mask)
 
-    def _marked_row(self, ids: list[int]) -> Row:
-        """Mask every stretch behind a generation prompt, through the stop token. The prompt is found as token ids."""
-        opening, mask = self.generation_prompt, [False] * len(ids)
+    def _marked_row(self, ids: list[int], train: str, thinking: bool) -> Row:
+        """The row with the mask of its replies, or of the last one, with or without their thinking."""
+        spans, mask = self._reply_spans(ids), [False] * len(ids)
+        if not spans:
+            raise Drop("no reply found in rendered text")
+        for begin, end in spans if train == "all" else spans[-1:]:
+            begin += 0 if thinking else self.thinking_length(ids[begin:end])
+            mask[begin:end] = [True] * (end - begin)
+        return Row(ids, mask)
+
+    def _reply_spans(self, ids: list[int]) -> list[tuple[int, int]]:
+        """Every stretch behind a generation prompt, through the stop token. The prompt is found as token ids."""
+        opening, spans = self.generation_prompt, []
         at, size = 0, len(opening)
         while size and at + size <= len(ids):
             if ids[at : at + size] != opening:
@@ -336,11 +346,9 @@ class Chat:
                 continue
             begin = at + size
             end = next((i + 1 for i in range(begin, len(ids)) if ids[i] in self.stop_ids), len(ids))
-            mask[begin:end] = [True] * (end - begin)
+            spans += [(begin, end)] if begin < end else []
             at = end
-        if not any(mask):
-            raise Drop("no reply found in rendered text")
-        return Row(ids, mask)
+        return spans
 
     def _probe(self) -> tuple[list[int], int | None]:
         """(ids of the generation prompt, id of the end-of-turn token), taken from the render of one plain exchange."""

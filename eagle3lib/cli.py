@@ -118,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     from eagle3lib import experiment, forecast, params, runner, runs, sweep
 
+    runner.require_limits(args.stage_timeout, args.jobs)
     overrides = params.parse_set(args.set)
     if sweep.axes(params.read_notebooks(runs.notebooks_dir()), params.load(args.params), overrides):
         if args.run_id or args.start or args.only or args.force:
@@ -125,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.dry_run:
             print(sweep.describe(args.params, overrides))
             return 0
-        return sweep.run(args.params, overrides, jobs=args.jobs)
+        return sweep.run(args.params, overrides, jobs=args.jobs, stage_timeout_s=args.stage_timeout)
     order = experiment.Order(args.params, overrides, args.run_id, args.start, args.only, args.force)
     if args.dry_run:
         print(forecast.describe(order))
@@ -175,9 +176,9 @@ def _open(args: argparse.Namespace) -> int:
     return 0
 
 def _plan(args: argparse.Namespace) -> int:
-    from eagle3lib import params, plan, preflight, runs
+    from eagle3lib import experiment, params, plan, preflight, runs
 
-    settings = params.resolve(params.read_notebooks(runs.notebooks_dir()), params.load(args.params), params.parse_set(args.set))
+    settings = experiment.Experiment.load(args.params, params.parse_set(args.set), runs.notebooks_dir()).settings
     print(plan.from_params({name: setting.value for name, setting in settings.items()}, samples=args.sequences, tokens=args.tokens,
                            tokens_per_s=args.rate, store=runs.runs_dir(), shm=preflight.dump_base()))
     return 0

@@ -183,10 +183,18 @@ def find(names: Sequence[str] = ()) -> list[Path]:
 
 def find_one(name: str) -> Path:
     """A run folder by its id or path; a relative path is taken from the caller's folder, then from the repository."""
-    for folder in (runs.runs_dir() / name, Path(name).expanduser(), runs.repo_root() / name):
-        if folder.is_dir():
-            return folder.resolve()
+    path = Path(name).expanduser()
+    inside = [] if name in ("", ".", "..") else [runs.runs_dir() / name]
+    found = [folder for folder in (*inside, path, runs.repo_root() / path) if folder.is_dir()]
+    if chosen := next(filter(_is_run, found), None):
+        return chosen.resolve()
+    if found:
+        raise Eagle3Error(f"{name}: that folder is no run: it has neither run.json nor stages/ nor metrics.json")
     raise Eagle3Error(f"run {name}: no such folder, neither in {runs.show_path(runs.runs_dir())} nor as a path")
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("run.json", "stages", "metrics.json"))
 
 
 def interval(metrics: Mapping[str, Any], name: str) -> tuple[float, float] | None:

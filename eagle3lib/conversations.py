@@ -236,11 +236,11 @@ def _system(raw: dict[str, Any], turns: list[Any]) -> list[Any]:
 def _message(turn: Any) -> Message:
     if not isinstance(turn, dict):
         raise Drop("turn is not an object", type(turn).__name__)
-    name = turn.get("role", turn.get("from"))
+    name = _first(turn, ("role", "from"))
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
         raise Drop("unknown role", repr(name)[:60])
-    message: Message = {"role": role, "content": _text(turn.get("content", turn.get("value")))}
+    message: Message = {"role": role, "content": _text(_first(turn, ("content", "value")))}
     if role == "assistant":
         message |= _reply_extras(turn)
     if role == "tool":

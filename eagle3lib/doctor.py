@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import preflight, runs, targets
+from eagle3lib import places, preflight, runs, targets
 from eagle3lib.checks import Checks
 from eagle3lib.console import duration, size
 from eagle3lib.errors import Eagle3Error
@@ -78,7 +78,7 @@ def settings_of(values: Mapping[str, Any], capture_layers: list[int] | None) -> 
 
 def local_target(name: str) -> Path:
     """The target's folder; a hub name is not fetched here."""
-    if name != targets.SMOLLM2 and not Path(name).expanduser().is_dir():
+    if name != targets.SMOLLM2 and not places.located(name).is_dir():
         raise Eagle3Error(f"target {name!r} is not on this machine. 01_prepare fetches a hub name; give a folder to check everything now.")
     return targets.resolve(name)
 

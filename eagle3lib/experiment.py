@@ -36,6 +36,7 @@ class Order:
     def checked(self) -> tuple[Experiment, Path | None, Plan]:
         """The experiment, its run folder (None: a new one) and what has to run. ParamError or Eagle3Error when it cannot even start."""
         experiment = Experiment.load(self.params, self.overrides, self.notebooks)
+        refuse_secret_flags(experiment.settings)
         where = choose_run(self.runs_dir, self.run_id, self.start or self.only)
         return experiment, where, make_plan(experiment, where, self.start, self.only, self.force)
 
@@ -55,10 +56,12 @@ class Experiment:
     def load(cls, source: Path, overrides: Mapping[str, Any], folder: Path) -> Experiment:
         notebooks = params.read_notebooks(folder)
         given = params.load(source)
-        redact.remember({**given, **overrides})
+        redact.remember(given)  # also what an override replaces: the file is copied into the run
+        redact.remember(overrides)
         if "run_dir" in {**given, **overrides}:
             raise ParamError("run_dir: the runner makes the run folder; name it with --run-id")
-        if "sweep" in given:
+        section = given.pop("sweep", {})
+        if not isinstance(section, dict) or section.keys() - overrides.keys():
             raise ParamError(f"{Path(source).name} has a sweep section: that is several runs, not one")
         return cls(Path(source), Path(folder), notebooks, given, dict(overrides), params.resolve(notebooks, given, dict(overrides)))
 
@@ -77,6 +80,15 @@ class Experiment:
     def changed(self, stage: str) -> dict[str, Any]:
         """Only those that differ from the notebook's defaults: what is handed to papermill."""
         return {name: v for name, v in self.values(stage).items() if self.settings[name].origin != "default"}
+
+
+def refuse_secret_flags(settings: Mapping[str, Setting]) -> None:
+    """ParamError when a list of words holds a flag that takes a secret: the engine would refuse it, but only once it stood in files."""
+    taken = sorted({name for setting in settings.values() for name, _ in redact.flags(setting.value) if redact.is_secret_flag(name)})
+    if taken:
+        from eagle3lib.settings import OURS  # imports torch
+
+        raise ParamError(f"engine arguments {', '.join(taken)}: {OURS}")
 
 
 def choose_run(base: Path, run_id: str, continuing: str) -> Path | None:
@@ -163,11 +175,12 @@ def _reason(where: Path | None, stage: str, key: reuse.Key, note: Mapping[str, A
 
 
 def read_run(where: Path) -> dict[str, Any]:
-    """run.json with a true status ("running" becomes "died" when that runner is gone); {} if there is none."""
+    """run.json with true statuses ("running" becomes "died" when that runner is gone, or when its run is over); {} if there is none."""
     path = Path(where) / "run.json"
     record = runs.read_json(path) if path.exists() else {}
     if record.get("status") == "running" and not runs.alive(record):
         record["status"] = "died"
+    if record.get("status") != "running":
         for name, entry in record.get("stages", {}).items():
             if entry["status"] == "running":
                 status = runs.read_record(where, name).get("status", "died")

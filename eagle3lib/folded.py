@@ -12,6 +12,8 @@ from typing import Any
 from eagle3lib.console import size
 from eagle3lib.harmless import harmless
 
+ERROR_LIMIT = 2_000  # characters of an error's message
+
 
 def notebook(run: Path, stage: str, output_limit: int) -> str:
     """The stage's executed notebook as HTML, code folded; "" when there is none."""
@@ -72,6 +74,11 @@ def _shorten(output: Any, limit: int, stage: str) -> None:
     if output.output_type == "stream" and len(output.text) > limit:
         cut = len(output.text) - limit
         output.text = f"[{size(cut)} of output left out here, see the notebook of {stage}]\n{output.text[-limit:] if limit else ''}"
+    for part, most in (("traceback", limit), ("evalue", ERROR_LIMIT)) if output.output_type == "error" else ():
+        whole = "\n".join(output[part]) if part == "traceback" else output[part]
+        if len(whole) > most:
+            shown = f"[{size(len(whole) - most)} left out here, see the notebook of {stage}]\n{whole[-most:] if most else ''}"
+            output[part] = shown.splitlines() if part == "traceback" else shown
     for kind, data in list(output.get("data", {}).items()):
         if kind.startswith("application/"):
             del output.data[kind]  # scripts and widgets do not work on a page that runs nothing

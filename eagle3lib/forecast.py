@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from eagle3lib import redact, runs
+from eagle3lib import places, redact, runs
 from eagle3lib.console import duration, size
 from eagle3lib.experiment import Experiment, Order, Plan, read_run
 
@@ -111,7 +111,7 @@ class Sizes:
     @classmethod
     def of(cls, target: str) -> Sizes | None:
         """None when the folder is not on this machine (yet) or says nothing that is known here."""
-        folder = runs.repo_root() / ".cache/targets/SmolLM2-135M-Instruct" if target == "smollm2" else Path(target).expanduser()
+        folder = runs.repo_root() / ".cache/targets/SmolLM2-135M-Instruct" if target == "smollm2" else places.located(target)
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             config = config.get("text_config", config)

@@ -9,7 +9,9 @@ from html.parser import HTMLParser
 DROPPED = {"script", "iframe", "object", "embed", "link", "meta", "base", "form", "template", "style"}
 VOID = {"embed", "link", "meta", "base"}  # these have no end tag to wait for
 LOADING = {"src", "srcset", "href", "xlink:href", "poster", "background", "data", "action", "formaction"}
-CSS_LOADS = re.compile(r"url\s*\(\s*['\"]?(?!data:|#)|@import|expression\s*\(", re.IGNORECASE)
+# A backslash could spell any of these, and image-set takes bare addresses.
+CSS_LOADS = re.compile(r"url\s*\(\s*['\"]?(?!\s*['\"]?(data:|#))|@import|expression\s*\(|image-set|\\", re.IGNORECASE)
+WORDS = {"title", "alt", "class", "id"}  # never read as a style
 
 
 def harmless(text: str) -> str:
@@ -64,7 +66,7 @@ class _Cleaner(HTMLParser):
 
 def _fine(attribute: tuple[str, str | None]) -> bool:
     name, value = attribute[0], (attribute[1] or "").strip()
-    if name.startswith("on") or (name == "style" and CSS_LOADS.search(value)):
+    if name.startswith("on") or (name not in WORDS and CSS_LOADS.search(value)):
         return False
     return name not in LOADING or value.startswith("#") or bool(re.match(r"data:image/(png|jpeg|gif|webp|svg\+xml)[;,]", value))
 

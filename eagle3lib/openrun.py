@@ -14,16 +14,16 @@ from nbformat.v4 import new_markdown_cell
 
 from eagle3lib import params, runs
 from eagle3lib.compare import run_params
-from eagle3lib.errors import Eagle3Error
+from eagle3lib.errors import ParamError
 
 HOW = "Select it and choose Run > Run All Above Selected Cell: its inputs are then loaded as they were."
 
 
 def write(run: Path, stage: str, notebooks: Path | None = None) -> Path:
-    """Write <run>/open_NN_<stage>.ipynb and return its path. Eagle3Error when there is no such stage."""
+    """Write <run>/open_NN_<stage>.ipynb and return its path. ParamError when there is no such stage."""
     source = params.notebook_path(Path(notebooks or runs.notebooks_dir()), stage)
     if stage not in params.STAGES or source is None:
-        raise Eagle3Error(f"unknown stage {stage}; the stages are {', '.join(params.STAGES)}")
+        raise ParamError(f"unknown stage {stage}; the stages are {', '.join(params.STAGES)}")
     book = nbformat.read(source, as_version=4)
     values = {**run_params(run), "run_dir": runs.show_path(run)}
     for cell in book.cells:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from eagle3lib import sources
+from eagle3lib import places, sources
 from eagle3lib.errors import ParamError
 
 
@@ -93,15 +92,18 @@ class Options:
 def _part(text: str) -> Part:
     """A source with "@cap" or "@share%" behind it; a file whose own name ends like that is that file."""
     name, at, tail = text.rpartition("@")
-    if not at or Path(text).expanduser().exists():
+    if not at or places.located(text).exists():
         return Part(text)
     if tail.isdecimal():
         return Part(name, cap=int(tail))
     if tail.endswith("%"):
         try:
-            return Part(name, share=float(tail[:-1]) / 100)
+            share = float(tail[:-1]) / 100
         except ValueError:
-            pass
+            return Part(text)
+        if not 0 <= share <= 1:
+            raise ParamError(f"prompts {text!r}: a share is at least 0 % and at most 100 %")
+        return Part(name, share=share)
     return Part(text)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from eagle3lib.errors import ParamError
 
@@ -220,8 +220,12 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f", line {err.problem_mark.line + 1}" if err.problem_mark else ""
         problem = (err.problem or str(err)).strip().splitlines()[0]
         raise ParamError(f"{where}{line}: {problem}") from None
-    except (ValueError, OverflowError) as err:
-        raise ParamError(f"{where}: {err}") from None
+    except RecursionError:
+        raise ParamError(f"{where}: nested too deeply") from None
+    except KeyError as err:  # `!!bool maybe`
+        raise ParamError(f"{where}: {err} does not fit its tag") from None
+    except (YAMLError, ValueError, OverflowError) as err:  # a character that YAML has not, a number that Python has not
+        raise ParamError(f"{where}: {(str(err).strip().splitlines() or ['cannot be read'])[0]}") from None
 
 
 def dump(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:

@@ -144,9 +144,9 @@ def sizes(num_layers: int, hidden_size: int, dtype: str, store_dtype: str) -> di
 
 
 def _sizes_on_disk(target: str) -> tuple[int, int]:
-    from eagle3lib import targets
+    from eagle3lib import places, targets
 
-    folder = Path(target).expanduser()
+    folder = places.located(target)
     if target != targets.SMOLLM2 and not (folder / "config.json").is_file():
         raise ParamError(f"plan: target {target!r} is not on this disk. Put target_layers and target_hidden into the params file; the forecast "
                          "needs nothing else of it.")

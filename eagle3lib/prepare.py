@@ -43,7 +43,7 @@ from eagle3lib.store import sample_id
 __all__ = ["Options", "accounting_table", "answer", "build", "load", "load_prepared", "samples_html"]
 
 ANSWERS = "answers.jsonl"
-_MODULES = ("chat", "conversations", "options", "overlap", "prepare", "prepared", "records", "replay", "rows", "seen", "sources")
+_MODULES = ("chat", "conversations", "options", "overlap", "places", "prepare", "prepared", "records", "replay", "rows", "seen", "sources")
 _CHUNK = 4096  # conversations in memory at a time
 _BATCH_CHARS = 300_000  # of text encoded at a time
 _HELDOUT_SEED = 0xEA61E3  # fixed: the split must not move with the run's seed

@@ -12,6 +12,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
@@ -22,13 +23,35 @@ _told: dict[str, str] = {}  # value -> name of secret parameters that this proce
 
 
 def remember(values: Mapping[str, Any]) -> None:
-    """Treat text values under secret names as secrets from now on (parameters of a run, say)."""
-    _told.update({value: name for name, value in values.items() if isinstance(value, str) and _is_secret(name, value)})
+    """Treat text values under secret names as secrets from now on (parameters of a run, say), and the values of flags with such
+    names in lists of words (["--api-key", "..."], ["--api-key=..."])."""
+    for name, value in values.items():
+        told = [(name, value)] if isinstance(value, str) else [flag for flag in flags(value) if is_secret_flag(flag[0])]
+        _told.update({text: called for called, text in told if _is_secret(called, text)})
+
+
+def flags(words: Any) -> list[tuple[str, str]]:
+    """(name, value) of every `--name value` and `--name=value` in a list of words, or in a list of such lists."""
+    if not isinstance(words, (list, tuple)):
+        return []
+    found = [flag for word in words for flag in flags(word)]
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        if isinstance(word, str) and word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            value = value if equals else following if isinstance(following, str) and not following.startswith("--") else ""
+            found.append((name.replace("-", "_"), value))
+    return found
+
+
+def is_secret_flag(name: str) -> bool:
+    """--api_key is one, --max_total_tokens and --tokenizer_mode are not."""
+    return bool(SECRET_NAME.search(re.sub(r"tokens|tokeniz", "", name, flags=re.IGNORECASE)))
 
 
 def secrets() -> dict[str, str]:
     """Value -> name of all secrets known here, longest value first; also as JSON, HTML and URLs spell them."""
     known = {value: name for name, value in os.environ.items() if _is_secret(name, value)} | _told
+    known |= {line.strip(): name for value, name in known.items() for line in value.splitlines() if len(line.strip()) >= SHORTEST}  # a PEM file, say
     spelled = {form: name for value, name in known.items() for form in _spellings(value)}
     return dict(sorted(spelled.items(), key=lambda item: -len(item[0])))
 

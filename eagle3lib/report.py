@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -34,6 +35,7 @@ DOES = {
 }
 
 Show = Callable[[Any], str]
+_PICTURE = re.compile(r"(data:[\w/+.-]+;base64,[A-Za-z0-9+/=\s]+)")
 # metric, label, how to print, what it means; the first one leads
 HEADLINES: tuple[tuple[str, str, Show, str], ...] = (
     ("evaluate.acceptance_length_measured", "acceptance length, measured", lambda v: f"{v:.2f}", "tokens a target forward, chain"),
@@ -64,15 +66,20 @@ def write(run: Path) -> Path:
 
 
 def without_places(text: str) -> str:
-    """text without the paths of this machine: the repository's becomes relative, the user's home `~`."""
-    return text.replace(f"{runs.repo_root()}/", "").replace(f"{Path.home()}/", "~/")
+    """text without the paths of this machine: the repository's becomes relative, the user's home `~`. Pictures stay as they are."""
+    known = [(place, short) for place, short in ((runs.repo_root(), ""), (Path.home(), "~/")) if len(place.parts) > 1]  # `/` is in everything
+    parts = _PICTURE.split(text)
+    for i in range(0, len(parts), 2):  # every other part is a picture
+        for place, short in known:
+            parts[i] = parts[i].replace(f"{place}/", short)
+    return "".join(parts)
 
 
 def write_index(base: Path) -> Path:
     """Build <base>/index.html: all runs of a folder with verdict and numbers, the latest first."""
     base = Path(base)
     folders = [p for p in base.iterdir() if p.is_dir() and not p.is_symlink() and ((p / "run.json").exists() or (p / "stages").exists())]
-    rows = sorted((_index_row(folder) for folder in folders), key=lambda row: row[0], reverse=True)
+    rows = sorted(map(_row_or_excuse, folders), key=lambda row: row[0], reverse=True)
     head = ("run", "started", "verdict", "acceptance, measured", "simulated", "supervised tokens", "time")
     body = f"""<p class="kicker">EAGLE-3 draft training</p><h1>Runs</h1><p class="about">{len(rows)} runs, the latest first</p>
 <div class="scroll">{_table(head, [row[1:] for row in rows])}</div>"""
@@ -125,13 +132,20 @@ def _head(run: Path, about: Mapping[str, Any], records: Mapping[str, Mapping[str
     facts = [
         f"target <b>{esc(target)}</b>" if target else "",
         f"parameters {esc(about['params_file'])}" if about.get("params_file") else "",
-        f"{datetime.fromisoformat(started):%d %B %Y, %H:%M} UTC" if started else "",
+        _day(started),
         f"commit {esc(about['git']['commit'][:10])}{' with uncommitted changes' if about['git']['changed'] else ''}"
         if about.get("git")
         else "",
     ]
     return f"""<p class="kicker">EAGLE-3 draft training report</p><h1>{esc(run.name)}</h1>
 <p class="about">{" · ".join(filter(None, facts))}</p>"""
+
+
+def _day(started: Any) -> str:
+    try:
+        return f"{datetime.fromisoformat(started):%d %B %Y, %H:%M} UTC" if started else ""
+    except (TypeError, ValueError):
+        return f"started {esc(_short(started))}"
 
 
 def _commit(git: Mapping[str, Any]) -> str:
@@ -298,6 +312,15 @@ def esc(value: Any) -> str:
 
 
 # ---- index ----
+
+
+def _row_or_excuse(folder: Path) -> tuple[str, ...]:
+    """A folder that is damaged costs its own row only."""
+    try:
+        return _index_row(folder)
+    except Exception as error:  # a record of any shape: whoever edited it, or whatever cut it off
+        excuse = f'<span class="chip failed" style="margin:0" title="{esc(runs.one_line(error))}">cannot be read</span>'
+        return ("", esc(folder.name), "", excuse, "", "", "", "")
 
 
 def _index_row(folder: Path) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ that its parameters name, package versions, and the key of the stage before.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
@@ -16,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import runs
-from eagle3lib.errors import Eagle3Error
+from eagle3lib import places, runs
+from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.params import STAGES, notebook_path
 
 WORKBENCH = {
@@ -62,7 +61,7 @@ def stage_key(notebooks: Path, stage: str, values: Mapping[str, Any], before: Ke
         "notebook": _digest(["".join(c["source"]) for c in cells if c["cell_type"] == "code"]),
         "params": _digest(dict(values)),
         "library": library_digest(),
-        "inputs": _digest({k: _content(v) for k, v in values.items() if k != "run_dir"}),
+        "inputs": _digest({k: _content(v, notebooks) for k, v in values.items() if k != "run_dir"}),
         "versions": _digest(runs.versions()),
         "before": _digest(before),
     }
@@ -79,18 +78,23 @@ def _digest(obj: Any) -> str:
     return hashlib.sha256(json.dumps(obj, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _content(value: Any) -> Any:
-    """What a text parameter (or each text of a list) stands for on disk: files, a folder, a glob; `@N` behind is cut off."""
+def _content(value: Any, kernel_folder: Path) -> Any:
+    """What a text parameter (or each text of a list) stands for on disk: files, a folder, a glob; `@N` or `@N%` behind is cut off.
+    Both places count where a stage may look for a relative name (see places.py), so it does not matter which one it takes."""
     if isinstance(value, list):
-        return [_content(item) for item in value]
+        return [_content(item, kernel_folder) for item in value]
     if not isinstance(value, str) or not value:
         return None
-    name = str(runs.repo_root() / Path(re.sub(r"@\d+$", "", value)).expanduser())
+    bases = (Path(kernel_folder).resolve(), runs.repo_root())
     try:
-        found = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
-        return {path: _below(Path(path)) for path in found}
-    except OSError:  # a name too long for a path, or a folder that may not be read
+        found = _found(value, bases) or _found(re.sub(r"@(\d+|[^@]*%)$", "", value), bases)
+        return {str(path): _below(path) for path in found}
+    except (OSError, ParamError):  # a name that can be no path, or a folder that may not be read
         return None
+
+
+def _found(name: str, bases: tuple[Path, ...]) -> list[Path]:
+    return [path for base in bases for path in places.in_folder(base, name)]
 
 
 def _below(path: Path) -> Any:
@@ -173,10 +177,10 @@ def require(run: Path, stage: str, key: Key, noted: Mapping[str, Any]) -> str:
 
 
 def stages_between(names: list[str], start: str, only: str) -> list[str]:
-    """The stages that --from and --only select. Eagle3Error on an unknown name."""
+    """The stages that --from and --only select. ParamError on an unknown name."""
     for name in filter(None, (start, only)):
         if name not in names:
-            raise Eagle3Error(f"unknown stage {name}; the stages are {', '.join(names)}")
+            raise ParamError(f"unknown stage {name}; the stages are {', '.join(names)}")
     if only:
         return [only]
     return names[names.index(start) :] if start else names

@@ -59,6 +59,7 @@ class Draft:
     histories: list[int] = field(default_factory=list)
     throughs: list[int] = field(default_factory=list)
     closed_alike: list[bool] = field(default_factory=list)
+    train: str = "all"  # for text that came rendered, whose replies are found only among its ids: all of them or the "last"
 
 
 class Encoded:

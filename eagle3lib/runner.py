@@ -28,7 +28,7 @@ import psutil
 
 from eagle3lib import params, redact, reuse, runs
 from eagle3lib.console import GREEN, RED, Console, duration
-from eagle3lib.errors import Eagle3Error
+from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.experiment import Experiment, Order, Plan, link_latest, new_run, read_run, write_params
 from eagle3lib.procs import Family
 
@@ -49,10 +49,19 @@ class Result:
 
 def run(order: Order, *, stage_timeout_s: float | None = None, out: TextIO | None = None) -> Result:
     """Run the stages of one experiment. ParamError or Eagle3Error when it cannot even start."""
+    require_limits(stage_timeout_s)
     with catch_signals() as signals:
         experiment, where, plan = order.checked()
         where = where or new_run(order.runs_dir, order.params.stem, order.run_id)
         return Run(where, experiment, Console(out or sys.stdout), signals, stage_timeout_s).go(plan)
+
+
+def require_limits(stage_timeout_s: float | None, jobs: int = 1) -> None:
+    """ParamError on a time limit or a number of jobs with which nothing could run."""
+    if stage_timeout_s is not None and not 0 < stage_timeout_s < float("inf"):
+        raise ParamError(f"--stage-timeout is {stage_timeout_s:g}; it must be a number of seconds above 0")
+    if jobs < 1:
+        raise ParamError(f"--jobs is {jobs}; it must be at least 1")
 
 
 @contextmanager
@@ -124,6 +133,9 @@ class Run:
         status = "failed"
         try:
             status = self._stages(plan)
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
         finally:
             self._close(status)
         return Result(EXIT.get(status, 1), status, self.dir)

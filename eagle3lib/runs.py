@@ -361,7 +361,7 @@ def show_path(path: Path) -> str:
 
 def one_line(err: BaseException) -> str:
     """`Name: first line of the message`; our own errors speak for themselves."""
-    first = (str(err).splitlines() or [""])[0]
+    first = (str(err).splitlines() or [""])[0][:500]
     return first if isinstance(err, Eagle3Error) else f"{type(err).__name__}: {first}".rstrip(": ")
 
 

@@ -10,7 +10,6 @@ is read as what it is, whatever it is called.
 from __future__ import annotations
 
 import codecs
-import glob
 import gzip
 import json
 import re
@@ -22,6 +21,7 @@ from typing import Any
 
 import xxhash
 
+from eagle3lib import places
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.evalsets import package_file
 
@@ -61,7 +61,7 @@ def read(source: str) -> Iterator[Raw]:
 
 def find_files(source: str) -> list[Path]:
     """The data files that a path, folder or glob means, sorted; [] when nothing has that name."""
-    path = Path(source).expanduser()
+    path = places.located(source)
     if path.is_file():
         if not _kind(path):
             raise ParamError(f"prompts {source!r}: files of type {path.suffix or '(none)'} are not read; known are "
@@ -72,8 +72,7 @@ def find_files(source: str) -> list[Path]:
         if not found:
             raise Eagle3Error(f"prompts {source!r}: the folder holds no .jsonl, .json, .parquet or .arrow file")
         return sorted(found)
-    matches = [Path(m) for m in glob.glob(str(path), recursive=True)] if glob.has_magic(str(path)) else []
-    return sorted(m for m in matches if m.is_file() and _kind(m))
+    return [m for m in places.matches(source) if m.is_file() and _kind(m)]
 
 
 def digest(source: str) -> str | None:
@@ -293,10 +292,20 @@ def _batches(file: Path, kind: str) -> Iterator[Any]:
         raise Eagle3Error(f"{file}: not a readable {kind[1:]} file ({error})") from None
 
 
+def _without_nulls(value: Any) -> Any:
+    """A table gives all its structs all keys that any of them has (the arguments of tools, say), and null for those that a struct
+    never had. Items of lists stay."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), (dict, list)):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
 def _values(batch: Any) -> Iterator[tuple[Any, str]]:
     """(row, "") or (None, why it cannot be read): text that is not UTF-8, a date that Python does not have."""
     try:
-        yield from ((value, "") for value in batch.to_pylist())
+        yield from ((_without_nulls(value), "") for value in batch.to_pylist())
     except (ValueError, OverflowError) as error:
         if batch.num_rows == 1:
             yield None, f"unreadable row: {error}"
@@ -319,7 +328,7 @@ def _hub(source: str) -> Iterator[Raw]:
     try:
         rows = datasets.load_dataset(found["name"], found["config"], split=found["split"] or "train", streaming=True)
         for number, value in enumerate(rows, 1):
-            yield Raw(value, source, f"{source}: row {number}")
+            yield Raw(_without_nulls(value), source, f"{source}: row {number}")
     except Exception as error:  # the hub client raises a dozen kinds; all mean the same to the user
         why = (str(error).splitlines() or [""])[0][:200]
         raise Eagle3Error(f"prompts {source!r}: no such file, and the data hub did not give it ({type(error).__name__}: {why}). "

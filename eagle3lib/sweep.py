@@ -11,7 +11,8 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,8 +21,8 @@ from eagle3lib import params, redact, reuse, runs
 from eagle3lib.compare import MEASURE
 from eagle3lib.console import GREEN, RED, Console, duration
 from eagle3lib.errors import ParamError
-from eagle3lib.experiment import Experiment, Order, new_run, read_run
-from eagle3lib.runner import catch_signals
+from eagle3lib.experiment import Experiment, Order, new_run, read_run, refuse_secret_flags
+from eagle3lib.runner import catch_signals, require_limits
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Point:
     keys: dict[str, reuse.Key]
     process: subprocess.Popen[bytes] | None = None
     exit_code: int | None = None
+    told: int = 0  # how many signals were passed on to its process
     shared: list[str] = field(default_factory=list)  # stages taken over from another point
 
     @property
@@ -60,23 +62,25 @@ def run(
     overrides: Mapping[str, Any],
     *,
     jobs: int = 1,
+    stage_timeout_s: float | None = None,
     notebooks: Path | None = None,
     runs_dir: Path | None = None,
     out: TextIO | None = None,
 ) -> int:
     """Run every point, at most `jobs` at a time. Exit code 0 when all are done, 1 when one failed, 130 when interrupted."""
+    require_limits(stage_timeout_s, jobs)
     folder, base = Path(notebooks or runs.notebooks_dir()), Path(runs_dir or runs.runs_dir())
     console = Console(out or sys.stdout)
     points = make_points(source, overrides, folder, base)
     console.say(f"sweep of {len(points)} points: {', '.join(p.dir.name for p in points)}")
-    with catch_signals() as signals:
+    with catch_signals() as signals, _ended(points):
         while waiting := [p for p in points if p.exit_code is None]:
             running = [p for p in waiting if p.process]
             for point in running:
                 _look(point, signals, console)
             ready = [p for p in waiting if not p.process and may_start(p, running)]
             if ready and len(running) < jobs and not signals:
-                _start(ready[0], points, folder, console)
+                _start(ready[0], points, folder, console, stage_timeout_s)
             elif signals and not running:
                 break
             else:
@@ -86,6 +90,17 @@ def run(
     return 130 if signals else 0 if codes == {0} else 1
 
 
+@contextmanager
+def _ended(points: Sequence[Point]) -> Iterator[None]:
+    """However this ends, no point goes on without anybody to look at it."""
+    try:
+        yield
+    finally:
+        for point in points:
+            if point.process and point.process.poll() is None:
+                point.process.terminate()
+
+
 def combine(source: Path, overrides: Mapping[str, Any], books: params.Notebooks) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What all points have in common, and what each differs in. ParamError when one of them is wrong."""
     given = params.load(source)
@@ -93,7 +108,8 @@ def combine(source: Path, overrides: Mapping[str, Any], books: params.Notebooks)
     fixed = {**{k: v for k, v in given.items() if k != "sweep"}, **overrides}
     combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     for values in combinations:
-        params.resolve(books, {}, {**fixed, **values})
+        redact.remember({**fixed, **values})
+        refuse_secret_flags(params.resolve(books, {}, {**fixed, **values}))
     return fixed, combinations
 
 
@@ -116,8 +132,7 @@ def describe(source: Path, overrides: Mapping[str, Any], notebooks: Path | None 
 def make_points(source: Path, overrides: Mapping[str, Any], folder: Path, base: Path) -> list[Point]:
     """Check every combination, then make a run folder with a params file for each. Nothing is made when one is wrong."""
     fixed, combinations = combine(source, overrides, params.read_notebooks(folder))
-    redact.remember(fixed)
-    if (text := params.dump(fixed)) != redact.hide(text):
+    if any((text := params.dump({**fixed, **values})) != redact.hide(text) for values in combinations):
         raise ParamError("a sweep writes its parameters to files, and one of them holds a secret: give it by the environment instead")
     points = []
     for number, values in enumerate(combinations, 1):
@@ -139,7 +154,7 @@ def done_stages(point: Point) -> list[str]:
     return list(itertools.takewhile(lambda stage: entries.get(stage, {}).get("status") == "ok", point.keys))
 
 
-def _start(point: Point, points: Sequence[Point], folder: Path, console: Console) -> None:
+def _start(point: Point, points: Sequence[Point], folder: Path, console: Console, limit: float | None) -> None:
     """Take over what other points have done, then start the point's process."""
     for stage, key in point.keys.items():
         source = next((p for p in points if p is not point and p.keys[stage] == key and stage in done_stages(p)), None)
@@ -149,7 +164,7 @@ def _start(point: Point, points: Sequence[Point], folder: Path, console: Console
         point.shared.append(stage)
     shared = f", shares {', '.join(point.shared)}" if point.shared else ""
     console.say(f"{point.dir.name}: {point.name}{shared}; its output: {runs.show_path(point.dir / 'console.log')}")
-    command = [sys.executable, "-m", "eagle3lib.sweep", str(point.file), str(folder), str(point.dir)]
+    command = [sys.executable, "-m", "eagle3lib.sweep", str(point.file), str(folder), str(point.dir), *([str(limit)] if limit else [])]
     with (point.dir / "console.log").open("wb") as log:
         point.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
 
@@ -159,8 +174,9 @@ def _look(point: Point, signals: Sequence[int], console: Console) -> None:
     assert point.process
     point.exit_code = point.process.poll()
     if point.exit_code is None:
-        if signals:
-            point.process.terminate()
+        for number in signals[point.told :]:  # each one once: a run takes the second for impatience and the third for an order
+            point.process.send_signal(number)
+        point.told = len(signals)
         return
     about = read_run(point.dir)
     console.say(
@@ -178,13 +194,13 @@ def table(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-def main(file: str, notebooks: str, where: str) -> int:
+def main(file: str, notebooks: str, where: str, limit: str = "") -> int:
     """One point, in its own process."""
     from eagle3lib import cli, runner
 
     folder = Path(where)
     order = Order(Path(file), run_id=folder.name, notebooks=Path(notebooks), runs_dir=folder.parent)
-    return cli.guarded(lambda: runner.run(order).exit_code)
+    return cli.guarded(lambda: runner.run(order, stage_timeout_s=float(limit) if limit else None).exit_code)
 
 
 if __name__ == "__main__":

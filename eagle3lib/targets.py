@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from eagle3lib import places
 from eagle3lib.errors import Eagle3Error
 
 SMOLLM2 = "smollm2"
@@ -32,7 +33,7 @@ def resolve(name: str) -> Path:
     """The folder of target `name`: "smollm2", a folder, or a hub name. Raises Eagle3Error that says what is missing."""
     if name == SMOLLM2:
         return _smollm2_folder()
-    folder = Path(name).expanduser()
+    folder = places.located(name)
     if not folder.is_dir():
         folder = _hub_snapshot(name)
     _require_complete(folder)

@@ -159,3 +159,20 @@ def test_the_notebook_shows_tables_and_figures_through_papermill(three: list[Pat
 
 def test_it_is_no_stage() -> None:
     assert "compare" not in STAGES
+
+
+def test_only_a_run_folder_is_taken_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(runs.ENV_RUNS, str(tmp_path / "runs"))
+    run = tmp_path / "runs" / "one"
+    runs.write_json(run / "run.json", {"status": "ok"})
+    (tmp_path / "one").mkdir()  # of the same name, and no run
+    monkeypatch.chdir(tmp_path)
+    assert compare.find_one("one") == compare.find_one("runs/one") == compare.find_one(str(run)) == run
+    for name in (".", "..", "", "runs", str(tmp_path)):
+        with pytest.raises(Eagle3Error, match="no run"):
+            compare.find_one(name)
+    monkeypatch.chdir(run)
+    assert compare.find_one(".") == run
+    (run / "store").mkdir()
+    monkeypatch.chdir(run / "store")
+    assert compare.find_one("..") == run

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -93,6 +97,33 @@ def test_a_signal_ends_everything_and_says_interrupted(tmp_path: Path, number: i
     assert state(lab.runs / "r") == {"prepare": "interrupted"}
     assert runs.read_record(lab.runs / "r", "prepare")["status"] == "interrupted"
     assert "Interrupted in prepare" in (lab.runs / "r" / "report.html").read_text()
+
+
+SLOW_TO_LEAVE = "import time\nprint('on', flush=True)\ntry:\n    time.sleep(300)\nfinally:\n    time.sleep(2)\n    stage.path('tidied').touch()"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_sweep_reaches_its_runs_once(tmp_path: Path, number: int) -> None:
+    lab = Lab(tmp_path, {"prepare": SLOW_TO_LEAVE})
+    env = {**os.environ, runs.ENV_NOTEBOOKS: str(lab.notebooks), runs.ENV_RUNS: str(lab.runs)}
+    command = [sys.executable, "-m", "eagle3lib", "run", str(lab.params), "--set", "lr=[0.1,0.2]"]
+    process = subprocess.Popen(command, env=env, cwd=runs.repo_root(), stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not any("on" in log.read_text().split() for log in lab.runs.glob("*-*of2/console.log")):
+        time.sleep(0.1)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[0]
+    (log,) = lab.runs.glob("*-*of2/console.log")  # of the second point there is none
+    about = runs.read_json(log.with_name("run.json"))
+    assert (process.returncode, about["status"], about["stages"]["prepare"]["status"]) == (130, "interrupted", "interrupted"), said
+    assert "Interrupted in prepare" in log.with_name("report.html").read_text() and log.with_name("tidied").exists()
+    assert "interrupted" in said and "not started" in said
+
+
+def test_a_stage_of_a_run_that_is_over_runs_no_more(tmp_path: Path) -> None:
+    for status, entry in (("failed", "died"), ("interrupted", "died"), ("running", "running")):
+        runs.write_json(tmp_path / "run.json", {"status": status, **runs.me(), "stages": {"prepare": {"status": "running"}}})
+        assert experiment.read_run(tmp_path)["stages"]["prepare"]["status"] == entry
 
 
 def test_a_notebook_that_ignores_the_interrupt_is_killed(tmp_path: Path) -> None:

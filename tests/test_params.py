@@ -183,3 +183,15 @@ def test_a_value_arrives_as_it_was_or_is_refused(annotation: str, value: object)
     except ParamError:
         return
     assert got == value and isinstance(got, bool) == isinstance(value, bool)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["lr: 1\0", "deep: !!bool maybe", "rows: " + "[" * 3000, "rows: !!int x", "\x07: 1", "a: &b *c", "d: !!timestamp 2026-99-99"],
+    ids=["nul", "bool", "deep", "int", "bell", "anchor", "day"],
+)
+def test_text_that_is_no_yaml_is_one_line(tmp_path: Path, text: str) -> None:
+    for read in (lambda: params.load(write(tmp_path, text)), lambda: params.parse_set([f"key={text}"])):
+        with pytest.raises(ParamError) as caught:
+            read()
+        assert len(str(caught.value).splitlines()) == 1

@@ -149,3 +149,13 @@ def test_lines_that_cannot_be_read_stop_the_work_or_are_counted(tmp_path: Path, 
         about = prepare.build(prepare.load(replace(options, broken_records="drop")), chat, tmp_path).about
         assert (about["rows_in"], about["rows_kept"], about["dropped"]) == (10, 3, {BROKEN: 7})
         assert about["examples"][BROKEN].startswith(f"{tmp_path}/a.jsonl:1: broken JSON: Expecting property name")
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    ["a@nan%", ["a@inf%", "b@-inf%"], ["a@-10%", "b@110%"], "x" * 300, "x" * 300 + "@5", "~no-such-user/x", ["~no-such-user/x@100%"]],
+    ids=["nan", "inf", "negative", "long", "long with a cap", "nobody's home", "nobody's home with a share"],
+)
+def test_a_source_or_share_that_cannot_be_is_a_wrong_parameter(prompts: str | list[str]) -> None:
+    with pytest.raises(ParamError):
+        prepare.load(prepare.Options(prompts=prompts))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 import templates
-from preparing import answered
+from preparing import answered, shown
 
 from eagle3lib.chat import Chat
 from eagle3lib.conversations import parse
@@ -54,6 +55,22 @@ def test_thinking_that_was_cut_is_no_answer(opened_by: str, reply: str, taught: 
     tokenizer.chat_template = templates.CHATML.replace("assistant\n", f"assistant\n{opening}")
     chat, ids = Chat(tokenizer), tokenizer(reply, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids[chat.thinking_length(ids) :]) == taught
+
+
+@pytest.mark.parametrize("form", ["messages", "text", "input_ids"])
+@pytest.mark.parametrize("train", ["all", "last"])
+@pytest.mark.parametrize("thinking", [True, False])
+def test_what_is_taught_does_not_depend_on_the_form_of_the_record(tmp_path: Path, form: str, train: str, thinking: bool) -> None:
+    tokenizer = templates.bytes_of("chatml")
+    tokenizer.add_tokens(["<think>", "</think>"])
+    chat = Chat(tokenizer)
+    turns = [("user", "1+1"), ("assistant", "<think>one</think>2"), ("user", "2+2"), ("assistant", "<think>two</think>4"), ("user", "and?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    text = chat.render(messages)
+    record = {"messages": messages, "text": text, "input_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+    rows = answered(tmp_path, chat, [{form: record[form]}], train_turns=train, train_thinking=thinking, heldout_share=0)
+    wanted = [f"{'<think>one</think>' * thinking}2<|im_end|>"] * (train == "all") + [f"{'<think>two</think>' * thinking}4<|im_end|>"]
+    assert re.findall("⟦(.*?)⟧", shown(chat, rows.rows[0])) == wanted
 
 
 def test_days_do_not_change_rows() -> None:

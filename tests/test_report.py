@@ -144,6 +144,17 @@ def test_secrets_and_places_do_not_reach_the_page(run: Path, monkeypatch: pytest
     assert "planted-secret-value" not in page and str(runs.repo_root()) not in page and "in eagle3lib/x.py" in page
 
 
+@pytest.mark.parametrize("home", ["/", "/AAAA"])
+def test_no_place_is_looked_for_within_pictures(run: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    monkeypatch.setenv("HOME", home)
+    picture = "iVBORw0K/AAAA/AAAA//AAAA/w=="  # this is valid base64
+    nbformat.write(new_notebook(cells=[new_code_cell("draw()", outputs=[outputs(**{"image/png": picture})])]), run / "04_train.ipynb")
+    record(run, "verify", "failed", error="in /AAAA/x.py, see sftp://host//x")
+    page = text_of(run)
+    assert f'base64,{picture}"' in page
+    assert ("in ~/x.py" if home == "/AAAA" else "in /AAAA/x.py, see sftp://host//x") in page
+
+
 def test_the_index_lists_runs_the_latest_first(run: Path) -> None:
     other = run.parent / "20261202-bad"
     other.mkdir()
@@ -154,6 +165,31 @@ def test_the_index_lists_runs_the_latest_first(run: Path) -> None:
     page = report.write_index(run.parent).read_text()
     assert "2 runs" in page and page.index("20261202-bad") < page.index("20261201-0931-good")
     assert "Failed in prepare" in page and "1.83" in page and f'href="{run.name}/report.html"' in page
+
+
+@pytest.mark.parametrize("about", ["{", "[]", '{"started": 5}', '{"stages": 3, "status": "failed"}', '{"started": "yesterday", "git": 7}'])
+def test_a_damaged_run_costs_its_own_row_only(run: Path, about: str) -> None:
+    damaged = run.parent / "20261203-damaged"
+    runs.write_text(damaged / "run.json", about)
+    page = report.write_index(run.parent).read_text()
+    assert "2 runs" in page and "20261203-damaged" in page and "1.83" in page and f'href="{run.name}/report.html"' not in page
+    assert about != "{" or "cannot be read" in page
+
+
+def test_a_start_that_is_no_date_is_shown_as_it_is(run: Path) -> None:
+    for started in ("yesterday", 5):
+        runs.write_json(run / "run.json", {"status": "ok", "started": started})
+        assert f"started {started}" in text_of(run)
+
+
+def test_an_endless_error_is_cut(run: Path) -> None:
+    error = new_output("error", ename="E", evalue="v" * 3_000_000, traceback=["t" * 3_000_000, "last line of it"])
+    nbformat.write(new_notebook(cells=[new_code_cell("fail()", outputs=[error])]), run / "04_train.ipynb")
+    runs.write_json(runs.record_path(run, "train"), {"stage": "train", "status": "failed", "error": runs.one_line(ValueError("v" * 3_000_000))})
+    page = text_of(run)
+    assert len(page) < 1_700_000 and "last line of it" in page and "left out here, see the notebook of train" in page
+    for limit in report.OUTPUT_LIMITS:
+        assert len(report.build(run, limit)) < limit + 200_000
 
 
 @pytest.mark.parametrize(
@@ -168,6 +204,13 @@ def test_the_index_lists_runs_the_latest_first(run: Path) -> None:
         ("<style>@import 'x'</style><b>t</b>", "<b>t</b>"),
         ("<p style='background: url(https://x)'>t</p>", "<p>t</p>"),
         ("<p style='color: red'>t</p>", "<p style='color: red'>t</p>"),
+        ("<p style='background: u\\72l(//x/y)'>t</p>", "<p>t</p>"),
+        ("<p style='background: -webkit-image-set(\"https://x/y\" 1x)'>t</p>", "<p>t</p>"),
+        ('<svg><rect width="1" fill="url(https://x/y#a)"/></svg>', '<svg><rect width="1"></svg>'),
+        ('<rect filter="url(&quot;https://x/y#a&quot;)">', "<rect>"),
+        ('<rect fill="url(#a)" mask="url( \'#b\')" style="background: url(data:image/png;base64,AA)">',
+         '<rect fill="url(#a)" mask="url( \'#b\')" style="background: url(data:image/png;base64,AA)">'),
+        ('<img alt="C:\\x, by url(x)" src="data:image/png;base64,AA">', '<img alt="C:\\x, by url(x)" src="data:image/png;base64,AA">'),
         ("<iframe src='data:text/html,x'>t</iframe>u", "u"),
         ("<img src='data:text/html;base64,AA'>", "<img>"),
         ("<link rel=x href=y><meta a=b>t", "t"),

@@ -75,12 +75,38 @@ def test_what_makes_a_stage_run_again(finished: Lab, tmp_path: Path, change: Cal
 def test_an_input_file_that_changed_counts(tmp_path: Path) -> None:
     data, book = tmp_path / "data.jsonl", workbook(tmp_path / "nb")
     data.write_text("one")
-    for value in (str(data), [f"{data}@3"], [str(tmp_path / "*.jsonl")], str(tmp_path)):
+    (tmp_path / "more.jsonl").write_text("more")
+    named = os.path.relpath(data, runs.repo_root())
+    mix = [f"{named}@70.5%", f"{tmp_path / 'more.jsonl'}@29.5%"]
+    for value in (str(data), [f"{data}@3"], mix, [str(tmp_path / "*.jsonl")], [f"{tmp_path / '*.jsonl'}@50%"], str(tmp_path), named, "../data.jsonl"):
         key = reuse.stage_key(book, "prepare", {"prompts": value}, None)
         assert reuse.stage_key(book, "prepare", {"prompts": value}, None) == key
         data.write_text(data.read_text() + "more")
         changed = reuse.stage_key(book, "prepare", {"prompts": value}, None)
         assert [part for part in key if key[part] != changed[part]] == ["inputs"]
+
+
+READ = """from eagle3lib import options, sources
+print(len([raw for part in options.Options(prompts=prompts).mix() for raw in sources.read(part.name)]), "records")"""
+
+
+def test_a_relative_name_means_for_the_plan_what_the_kernel_reads(tmp_path: Path) -> None:
+    """From the notebooks' folder, where kernels run, or else from the repository; with a share behind it all the same."""
+    lab = Lab(tmp_path)
+    workbook(lab.notebooks, {"prepare": READ}, {"prepare": 'prompts: list[str] = []  # data'})
+    for stage in STAGES[1:]:
+        next(lab.notebooks.glob(f"*_{stage}.ipynb")).unlink()
+    here, there = lab.notebooks / "here.jsonl", tmp_path / "there.jsonl"
+    here.write_text("{}\n")
+    there.write_text("{}\n{}\n")
+    lab.params.write_text(f"prompts: [here.jsonl@30%, {os.path.relpath(there, runs.repo_root())}@70%]\n")
+    assert lab.run(run_id="r").exit_code == 0 and "3 records" in lab.text
+    assert "skip (unchanged)" in lab.describe(run_id="r")
+    for file in (here, there):
+        before = file.read_text()
+        file.write_text(before + "{}\n")
+        assert "run (a file that its parameters name changed)" in lab.describe(run_id="r")
+        file.write_text(before)
 
 
 def test_from_and_only_take_earlier_stages_as_they_are(finished: Lab, tmp_path: Path) -> None:

@@ -100,6 +100,35 @@ def test_a_sweep_refuses_to_write_a_secret(tmp_path: Path, monkeypatch: pytest.M
     assert not lab.runs.exists()
 
 
+@pytest.mark.parametrize("words", [["--api-key", "planted-flag-value"], ["--log-level=info", "--api-key=planted-flag-value"]])
+def test_a_secret_among_the_engines_arguments_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(redact, "_told", {})
+    lab = Lab(tmp_path)
+    for call in (
+        lambda: lab.run({"texts": words}),
+        lambda: lab.describe({"texts": words}),
+        lambda: sweep.make_points(lab.params, {"texts": [["--tp-size", "2"], words]}, lab.notebooks, lab.runs),
+    ):
+        with pytest.raises(ParamError, match="engine arguments api_key: these are set by the engine itself") as error:
+            call()
+        assert "planted" not in str(error.value) and not lab.runs.exists()
+    assert redact.hide({"engine": words, "text": f"key {words[-1][-18:]}!"}) == {
+        "engine": [*words[:-1], words[-1].replace("planted-flag-value", "[hidden api_key]")], "text": "key [hidden api_key]!"
+    }  # by hand the notebook gets them, and its record says `hidden`
+    redact.remember({"engine_args": ["--max-total-tokens", "100000000", "--tokenizer-mode", "the_slow_one", "--revision", "abcdefghij"]})
+    assert redact.hide("100000000 the_slow_one abcdefghij") == "100000000 the_slow_one abcdefghij"
+
+
+def test_every_line_of_a_secret_is_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["-----BEGIN PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0B", "AQEFAASCBKcwggSjAgEAAoIB", "short", "-----END PRIVATE KEY-----"]
+    for ends in ("\n", "\r\n", "\n    "):
+        monkeypatch.setenv("PLANTED_PRIVATE_KEY", ends.join(lines))
+        shown = redact.hide(f"> {lines[1]}\n{json.dumps(ends.join(lines))}\n{lines[2]}")
+        assert not [line for line in lines if line in shown], shown
+
+
 # ---- parameters fail before a kernel starts ----
 
 

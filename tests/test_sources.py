@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import hub
@@ -16,6 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from eagle3lib import sources
+from eagle3lib.conversations import parse
 from eagle3lib.errors import Eagle3Error, ParamError
 
 RECORDS = [{"prompt": f"question {i} \u2028 ü", "response": "x" * i} for i in range(5)]
@@ -69,6 +71,29 @@ def test_json_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert values(tmp_path / "a.jsonl") == wanted
     file.write_text("[]")
     assert values(file) == []
+
+
+def test_a_table_teaches_what_the_same_records_as_lines_teach(tmp_path: Path) -> None:
+    """A table's structs hold null for every key that another record has; what was never in the data must not come out."""
+    def asks(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        call = {"id": f"of {name}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "r", "name": name}, {"role": "assistant", "content": "a"}]
+
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {"properties": {"place": {"type": "string", "enum": ["a", "b"]}}}}}]
+    records = [
+        {"messages": asks("find", {"place": "Rome", "more": {"near": 1}}), "tools": tools},
+        {"messages": asks("add", {"numbers": [1, 2], "pairs": [{"x": 1}, {"y": 2}]}), "tools": None},
+        {"messages": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    table = pyarrow.Table.from_pylist(records)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    wanted = [parse(value).canonical for value in values(tmp_path / "a.jsonl")]
+    for name in ("a.parquet", "a.arrow"):
+        assert [parse(value).canonical for value in values(tmp_path / name)] == wanted
 
 
 def test_tables(tmp_path: Path) -> None:
@@ -149,6 +174,7 @@ def test_hub_name_that_cannot_be_had_is_one_readable_error() -> None:
 USE_HUB = """
 import sys
 from eagle3lib import sources
+from eagle3lib.conversations import parse
 for name in sys.argv[1:]:
     try:
         print([(raw.value["prompt"], raw.source, raw.where) for raw in sources.read(name)], sources.digest(name))

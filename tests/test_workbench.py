@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from workbooks import workbook
 
-from eagle3lib import compare, openrun, params, reuse, runner, runs, sweep
+from eagle3lib import cli, compare, openrun, params, reuse, runner, runs, sweep
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.experiment import Order
 from eagle3lib.params import STAGES
@@ -72,6 +72,51 @@ def test_a_sweep_shares_stages_and_survives_a_failing_point(tmp_path: Path, monk
     stage.path("prepare.txt").write_text("other")
     assert (first / "extract.txt").read_text() == before and (first / "prepare.txt").read_text() != "other"
     assert runs.read_record(second, "extract") == {} and runs.read_record(second, "train")["status"] == "stale"
+
+
+WRONG_USE = {
+    "--only": (["run", "{x}", "--only", "bogus"], "unknown stage bogus"),
+    "--from": (["run", "{x}", "--from", "bogus"], "unknown stage bogus"),
+    "open": (["open", "old", "bogus"], "unknown stage bogus"),
+    "no jobs": (["run", "{x}", "--set", "lr=[0.1,0.2]", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
+    "jobs of a dry run": (["run", "{x}", "--set", "lr=[0.1,0.2]", "--jobs", "-3", "--dry-run"], "--jobs is -3"),
+    "no time": (["run", "{x}", "--stage-timeout", "0"], "--stage-timeout is 0"),
+    "nan": (["run", "{x}", "--stage-timeout", "nan"], "--stage-timeout is nan"),
+    "inf": (["run", "{x}", "--set", "lr=[0.1,0.2]", "--stage-timeout", "inf"], "--stage-timeout is inf"),
+    "half a sweep": (["run", "{sweep}", "--set", "lr=0.1", "--only", "train"], "a sweep makes runs of its own"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_USE)
+def test_wrong_use_is_exit_code_2_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    words, says = WRONG_USE[name]
+    monkeypatch.setenv(runs.ENV_NOTEBOOKS, str(workbook(tmp_path / "nb")))
+    (tmp_path / "x.yaml").write_text("rows: 4\n")
+    (tmp_path / "sweep.yaml").write_text("sweep:\n  lr: [0.1, 0.2]\n  rows: [1, 2]\n")
+    a_run(tmp_path / "runs", "old", {}, {})
+    (tmp_path / "runs" / "latest").symlink_to("old")
+    assert cli.main([word.format(x=tmp_path / "x.yaml", sweep=tmp_path / "sweep.yaml") for word in words]) == 2
+    said = capsys.readouterr().err
+    assert says in said and len(said.splitlines()) == 1
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"old", "latest"}
+
+
+def test_single_values_in_place_of_a_sweep_are_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(runs.ENV_NOTEBOOKS, str(workbook(tmp_path / "nb")))
+    (tmp_path / "sweep.yaml").write_text("sweep:\n  lr: [0.1, 0.2]\n  rows: [1, 2]\n")
+    assert cli.main(["run", str(tmp_path / "sweep.yaml"), "--set", "lr=0.3", "--set", "rows=5", "--dry-run"]) == 0
+    assert "prepare   run (new run)" in capsys.readouterr().out
+
+
+def test_the_time_limit_holds_for_every_run_of_a_sweep(tmp_path: Path) -> None:
+    notebooks, log = workbook(tmp_path / "nb", {"prepare": "import time\ntime.sleep(300)"}), io.StringIO()
+    (tmp_path / "x.yaml").write_text("sweep:\n  rows: [1]\n")
+    assert sweep.run(tmp_path / "x.yaml", {}, stage_timeout_s=4, notebooks=notebooks, out=log) == 1
+    assert "ran out of time" in runs.read_record(tmp_path / "runs" / "latest", "prepare")["error"]
 
 
 def a_run(base: Path, name: str, values: dict[str, Any], metrics: dict[str, Any]) -> Path:
