@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from eagle3lib import capture, preflight, quarantine, targets
 from eagle3lib import plan as planning
 from eagle3lib.arrivals import Norms
 from eagle3lib.checks import Checks
+from eagle3lib.client import STALL_S
 from eagle3lib.errors import Eagle3Error, ParamError
-from eagle3lib.inbox import Inbox
+from eagle3lib.inbox import REFUSED, Inbox
 from eagle3lib.manifest import as_captured, make_manifest
 from eagle3lib.plan import Forecast
 from eagle3lib.progress import tqdm
@@ -37,8 +38,10 @@ from eagle3lib.store import Store, Writer
 from eagle3lib.work import Task, Work
 
 ATTEMPTS = 3  # times a row is asked for before it goes into quarantine
+REFUSALS = 3  # rows that the engine may refuse before anything is stored, although others come after them
 REQUESTS = 4  # HTTP requests under way for each engine; together they hold tokens_in_flight
 LOOK_S = 0.5  # between two looks at the engines
+ABORT_S = 10.0  # for requests under way to end when the run stops; then their server is ended
 GROUP_BYTES = 2**25  # of hidden states that a thread checks at once: larger ones leave the processor's cache
 TOP_LOGPROBS = 5
 WARM_UP_S, WARM_UP_TOKENS = 1.0, 65536
@@ -117,23 +120,27 @@ class _Run:
         self.tokens, self.most_bad = int(lengths.sum()), int(quarantine_share * len(rows))
         self.bytes_per_token, self.capture_bytes = writer.layout.row_bytes, as_captured(writer.manifest).hidden_bytes
         self.guard = threading.Lock()
+        self.progress, self.moved, self.restarting = 0, time.monotonic(), set[Any]()
         quarantine.clear(writer.path)
         print(f"extract: {len(todo):,} rows to do, {len(writer):,} are in the store already")
 
     def go(self) -> Extraction:
         began = time.monotonic()
         bar = tqdm(total=self.tokens, desc="extract", unit="tok", unit_scale=True, mininterval=1, smoothing=0.05)
+        served: list[Future[None]] = []
         with ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine") as pool:
             try:
-                served = [pool.submit(self._serve, engine) for engine in self.engines]
+                served += [pool.submit(self._serve, engine) for engine in self.engines]
                 while not all(future.done() for future in served):
                     self._look(began, bar)
+                    self._require_progress()
                     time.sleep(0.05 if time.monotonic() - began < 2 else LOOK_S)
                 for future in served:
                     future.result()
                 self.writer.flush()
             except BaseException:
                 self._stop()
+                self._end_stuck(served)
                 raise
             finally:
                 self._look(began, bar)
@@ -141,6 +148,7 @@ class _Run:
         self.result.seconds = time.monotonic() - began
         if self.work.remaining:
             raise Eagle3Error(f"extraction: no engine is left. {'; '.join(self.result.lost_engines)} What was stored stays; run 02_extract again.")
+        self._require_few_bad()
         return self.result
 
     def _look(self, began: float, bar: Any) -> None:
@@ -153,6 +161,21 @@ class _Run:
                             f"shared memory {level:.0%}", refresh=False)
         bar.update(self.result.tokens - bar.n)
 
+    def _require_progress(self) -> None:
+        now = self.result.samples + len(self.result.quarantined)
+        if now != self.progress or self.restarting:
+            self.progress, self.moved = now, time.monotonic()
+        elif time.monotonic() - self.moved > STALL_S:
+            raise Eagle3Error(f"extraction: no row came for {STALL_S:.0f} s; the server is alive but stuck. What was stored stays; see engine.log, "
+                              "and run 02_extract again, with lower tokens_in_flight if memory was short.")
+
+    def _end_stuck(self, served: list[Future[None]]) -> None:
+        """A server that heeds no abort would let its threads wait for as long as a request may take: if it is ours, it is ended."""
+        stuck = wait(served, timeout=ABORT_S).not_done
+        for future, engine in zip(served, self.engines, strict=False):
+            if future in stuck and hasattr(engine, "stop"):
+                engine.stop()
+
     def _stop(self) -> None:
         self.work.stop()
         for engine in self.engines:
@@ -164,15 +187,18 @@ class _Run:
             with ThreadPoolExecutor(REQUESTS, thread_name_prefix="dump") as pool:
                 ends = [future.result() for future in [pool.submit(self._take_batches, engine) for _ in range(REQUESTS)]]
             death = next(filter(None, ends), None)
-            if death is None:
+            if death is None or self.work.stopped:
                 return
             try:
+                self.restarting.add(engine)
                 if not hasattr(engine, "restart"):
                     raise death
                 engine.restart(str(death))
             except Eagle3Error as error:
                 self.result.lost_engines.append(str(error))
                 return
+            finally:
+                self.restarting.discard(engine)
 
     def _take_batches(self, engine: Any) -> Eagle3Error | None:
         """Batch after batch; returns why the engine is dead, or None when all is done. Any other trouble stops the run."""
@@ -250,12 +276,19 @@ class _Run:
             entry = {"sample_id": row["sample_id"], "tokens": task.tokens, "reasons": task.reasons}
             self.result.quarantined.append(entry)
             quarantine.add(self.writer.path, entry)
-            count, limit = len(self.result.quarantined), self.most_bad if self.result.samples else 0  # nothing good yet: one is enough
-        if count > limit:
-            raise Eagle3Error(f"extraction: {count} of {len(self.rows):,} rows failed {ATTEMPTS} times, and {limit} is the limit "
-                              f"(quarantine_share); the last is {row['sample_id']}: {task.reasons[-1]} Nothing wrong was stored; "
-                              "see engine.log, mend the cause, and run 02_extract again.")
+            count = len(self.result.quarantined)
+        # A row that is too long says nothing about the engine, and the longest come first: go() judges it when the others are done.
+        if not (task.reasons[-1].startswith(REFUSED) and not len(self.writer) and count <= max(self.most_bad, REFUSALS)):
+            self._require_few_bad()
         return True
+
+    def _require_few_bad(self) -> None:
+        count, limit = len(self.result.quarantined), self.most_bad if len(self.writer) else 0  # nothing good in the store: one is enough
+        if count > limit:
+            last = self.result.quarantined[-1]
+            raise Eagle3Error(f"extraction: {count} of {len(self.rows):,} rows failed {ATTEMPTS} times, and {limit} is the limit "
+                              f"(quarantine_share); the last is {last['sample_id']}: {last['reasons'][-1]} Nothing wrong was stored; "
+                              "see engine.log, mend the cause, and run 02_extract again.")
 
     def _read(self, numbers: list[int]) -> list[dict[str, Any]]:
         if not hasattr(self.rows, "column_names"):
@@ -313,6 +346,17 @@ def record(engine: Any, forecast: Forecast, result: Extraction) -> dict[str, Any
             "proved": engine.checks.records, "start_seconds": engine.seconds, "fingerprint": engine.fingerprint,
             "forecast": asdict(forecast), "samples": result.samples, "tokens": result.tokens, "seconds": result.seconds,
             "retried": result.retried, "quarantined": len(result.quarantined), "lost_engines": result.lost_engines}
+
+
+def living(engines: Sequence[Any]) -> Any:
+    """The first engine that lives; when none does the first, which may still be one that starts itself again."""
+    for engine in engines:
+        try:
+            engine.require_alive()
+        except Eagle3Error:
+            continue
+        return engine
+    return engines[0]
 
 
 def probe(engine: Any, store: Store, path: Path, count: int) -> None:

@@ -19,7 +19,8 @@ CHUNK = {"cpu": 2048, "cuda": 8192}  # prefill chunk of a capturing server [toke
 CPU_TOKENS = 16384  # KV cache of a CPU server, in tokens; SGLang would take a share of all memory
 MAX_PREFILL_TOKENS = 16384  # SGLang's own limit of a prefill batch
 OURS = "these are set by the engine itself; take them out of the engine's arguments."
-FORBIDDEN = {"api_key", "admin_api_key", "ssl_keyfile", "enable_ssl_refresh", "tokenizer_path", "load_format", "config"}
+FORBIDDEN = {"api_key", "admin_api_key", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password", "enable_ssl_refresh",
+             "tokenizer_path", "load_format", "config"}
 # What a capturing server must not be given, and why. The plugin refuses the same, from the arguments as the server resolved them.
 NO_CAPTURE = {
     "speculative_algorithm": "speculation takes the aux hidden states for itself",
@@ -71,9 +72,7 @@ class Settings:
     @property
     def tp_size(self) -> int:
         """GPUs of this machine that share the weights."""
-        given = parse_arguments(self.extra_args)
-        ranks = given.get("tp_size") or given.get("tp") or given.get("tensor_parallel_size") or "1"
-        return max(1, int(ranks) // _number(given, "nnodes", 1)) if ranks.isdigit() else 1
+        return local_ranks(self.extra_args)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -133,6 +132,10 @@ def choose(target: Path, run_dir: Path, *, capture_layers: Sequence[int] | None 
            python: str = "", port: int = 0, max_total_tokens: int | None = None, chunked_prefill_size: int | None = None,
            extra_args: Sequence[str] = (), versions: Sequence[str] = ()) -> Settings:
     """Settings from what a caller says (see Engine.start), with what is left open filled in."""
+    if device not in ("auto", *CHUNK):
+        raise ParamError(f"engine device {device!r}: auto, {' or '.join(CHUNK)} is wanted.")
+    if not 0 <= port < 65536:
+        raise ParamError(f"engine port {port}: 1 to 65535 is wanted, or 0 for any free one.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if max_total_tokens is None and device == "cpu":
@@ -161,6 +164,13 @@ def itemsize(dtype: str) -> int:
     if dtype not in capture.DTYPES:
         raise ParamError(f"engine dtype {dtype!r}: one of {', '.join(capture.DTYPES)} is wanted.")
     return capture.DTYPES[dtype].itemsize
+
+
+def local_ranks(words: list[str]) -> int:
+    """GPUs of this machine that share the weights of a server with these arguments."""
+    given = parse_arguments(words)
+    ranks = given.get("tp_size") or given.get("tp") or given.get("tensor_parallel_size") or "1"
+    return max(1, int(ranks) // _number(given, "nnodes", 1)) if ranks.isdigit() else 1
 
 
 def parse_arguments(words: list[str]) -> dict[str, str]:
