@@ -31,10 +31,11 @@ from eagle3lib.chat import Chat
 from eagle3lib.conversations import Drop, Record
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.options import Options
+from eagle3lib.overlap import Runs
 from eagle3lib.prepared import Prepared, load_prepared
 from eagle3lib.preview import accounting_table, samples_html
 from eagle3lib.progress import tqdm
-from eagle3lib.records import DUPLICATE, Item, Loaded, load, nothing_left
+from eagle3lib.records import DUPLICATE, OVERLAP, Item, Loaded, load, nothing_left
 from eagle3lib.replay import Replay, replay
 from eagle3lib.rows import CUT, Draft, Encoded, Row, fit
 from eagle3lib.seen import Seen
@@ -208,7 +209,8 @@ def _preparation_key(options: Options, chat: Chat, book: AnswerBook | None) -> s
     if None in digests:
         return None
     held_out = [[p.turns for p in evalsets.load(name)] for name in evalsets.NAMES] if options.decontaminate else []
-    parts = [prepared.FORMAT, options.content(), chat.fingerprint, sorted(chat.stop_ids), digests, held_out, _code(),
+    names = sorted(sources.names_of(part.name for part in options.mix()).values())
+    parts = [prepared.FORMAT, options.content(), names, chat.fingerprint, sorted(chat.stop_ids), digests, held_out, _code(),
              book.scope_hash if book else None]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
@@ -262,8 +264,9 @@ def _batches(items: Iterable[Item], chat: Chat, options: Options) -> Iterator[tu
     batch: list[Item] = []
     plans: list[list[Draft | Row | Drop]] = []
     size = 0
+    held_out = Runs.of_evalsets() if options.decontaminate else None
     for item in items:
-        plan = _plan(item.record, chat, options)
+        plan = _plan(item.record, chat, options, held_out)
         batch.append(item)
         plans.append(plan)
         size += 256 + sum(len(part.text) for part in plan if isinstance(part, Draft))
@@ -273,9 +276,12 @@ def _batches(items: Iterable[Item], chat: Chat, options: Options) -> Iterator[tu
     yield batch, plans
 
 
-def _plan(record: Record, chat: Chat, options: Options) -> list[Draft | Row | Drop]:
+def _plan(record: Record, chat: Chat, options: Options, held_out: Runs | None) -> list[Draft | Row | Drop]:
     if options.truncated == "drop" and isinstance(record, conversations.Conversation) and record.cut:
         return [Drop(CUT)]
+    if held_out and isinstance(record, conversations.Tokenised) and max(record.input_ids) < len(chat.tokenizer):
+        if shared := held_out.meets(chat.tokenizer.decode(record.input_ids)):  # the cleaning before had no tokenizer to read ids with
+            return [Drop(OVERLAP, repr(shared))]
     return chat.plan(record, train=options.train_turns, thinking=options.train_thinking)
 
 

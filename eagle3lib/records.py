@@ -77,8 +77,10 @@ def load(options: Options) -> Loaded:
 
 def _raws(options: Options) -> Iterator[tuple[int, sources.Raw]]:
     """(number of the source, record as it stands there)."""
-    for number, part in enumerate(options.mix()):
-        for raw in itertools.islice(sources.read(part.name), part.cap):
+    mix = options.mix()
+    names = sources.names_of(part.name for part in mix)
+    for number, part in enumerate(mix):
+        for raw in itertools.islice(sources.read(part.name, names), part.cap):
             yield number, raw
 
 

@@ -14,8 +14,9 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,33 @@ class Raw:
     broken: str = ""  # why the record could not even be read; value is None then
 
 
-def read(source: str) -> Iterator[Raw]:
-    """All records of one source, in its order. Raises Eagle3Error naming file and line when something is unreadable."""
+def read(source: str, names: Mapping[Path, str] | None = None) -> Iterator[Raw]:
+    """All records of one source, in its order. names: what to call its files (see `names_of`), else by their names. Raises Eagle3Error naming file and line when something is unreadable."""
     if source == CHITCHAT:
         return _chitchat()
     if files := find_files(source):
-        return (raw for file in files for raw in _read_file(file))
+        return (_named(raw, (names or {}).get(file, file.name)) for file in files for raw in _read_file(file))
     if _may_be_hub_name(source):
         return _hub(source)
     raise Eagle3Error(f"prompts {source!r}: no such file, folder or glob. Give a path, a hub name (owner/name), or {CHITCHAT!r}.")
+
+
+def _named(raw: Raw, name: str) -> Raw:
+    return raw if raw.source == name else replace(raw, source=name)
+
+
+def names_of(sources: Iterable[str]) -> dict[Path, str]:
+    """File -> the shortest end of its path that no other file of these sources has: mostly its name."""
+    left = {file for source in sources if source != CHITCHAT for file in find_files(source)}
+    found: dict[Path, str] = {}
+    n = 0
+    while left:
+        n += 1
+        ends = Counter(file.parts[-n:] for file in left)
+        told = {file for file in left if ends[file.parts[-n:]] == 1 or len(file.parts) <= n}
+        found |= {file: "/".join(file.parts[-n:]) for file in told}
+        left -= told
+    return found
 
 
 def find_files(source: str) -> list[Path]:

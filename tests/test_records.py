@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import templates
-from preparing import FakeEngine, answered, pairs, questions, run, write
+from preparing import FakeEngine, answered, pairs, questions, run, talk, write
 
 from eagle3lib import prepare
 from eagle3lib.chat import Chat
@@ -27,6 +27,24 @@ def test_decontamination(tmp_path: Path, chat: Chat) -> None:
     assert data.about["dropped"] == {OVERLAP: 2}
     assert "compose an engaging travel blog post about a" in data.about["examples"][OVERLAP]
     assert answered(tmp_path, chat, [*pairs(2), copied], decontaminate=False).about["dropped"] == {}
+
+
+def test_decontamination_reads_token_ids(tmp_path: Path, chat: Chat) -> None:
+    asked = "Please: compose an ENGAGING travel blog post about a recent trip to Hawaii!"
+    records = [{"input_ids": chat.tokenizer(chat.render(turns), add_special_tokens=False)["input_ids"]}
+               for turns in (talk(("user", text), ("assistant", "No."))["messages"] for text in ("What is this about?", asked))]
+    assert answered(tmp_path, chat, records).about["dropped"] == {OVERLAP: 1}
+    assert answered(tmp_path, chat, records, decontaminate=False).about["dropped"] == {}
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path, chat: Chat) -> None:
+    files = []
+    for n, name in enumerate(("a/x/train.jsonl", "b/x/train.jsonl", "b/y/train.jsonl", "b/y/other.jsonl")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        files.append(write(tmp_path / name, [{"prompt": f"q{n}{i}", "response": "r s"} for i in range(n + 1)]))
+    loaded = prepare.load(prepare.Options(prompts=files, answer="data", max_prompts=0, heldout_share=0))
+    counts = {name: count["rows_kept"] for name, count in prepare.build(loaded, chat, tmp_path).about["sources"].items()}
+    assert counts == {"a/x/train.jsonl": 1, "b/x/train.jsonl": 2, "y/train.jsonl": 3, "other.jsonl": 4}
 
 
 def test_duplicates_count_once_whatever_their_shape(tmp_path: Path, chat: Chat) -> None:
