@@ -29,7 +29,7 @@ from eagle3lib import plan as planning
 from eagle3lib.arrivals import Norms
 from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error, ParamError
-from eagle3lib.inbox import Inbox
+from eagle3lib.inbox import REFUSED, Inbox
 from eagle3lib.manifest import as_captured, make_manifest
 from eagle3lib.plan import Forecast
 from eagle3lib.progress import tqdm
@@ -37,6 +37,7 @@ from eagle3lib.store import Store, Writer
 from eagle3lib.work import Task, Work
 
 ATTEMPTS = 3  # times a row is asked for before it goes into quarantine
+REFUSALS = 3  # rows that the engine may refuse before anything is stored, although others come after them
 REQUESTS = 4  # HTTP requests under way for each engine; together they hold tokens_in_flight
 LOOK_S = 0.5  # between two looks at the engines
 GROUP_BYTES = 2**25  # of hidden states that a thread checks at once: larger ones leave the processor's cache
@@ -141,6 +142,7 @@ class _Run:
         self.result.seconds = time.monotonic() - began
         if self.work.remaining:
             raise Eagle3Error(f"extraction: no engine is left. {'; '.join(self.result.lost_engines)} What was stored stays; run 02_extract again.")
+        self._require_few_bad()
         return self.result
 
     def _look(self, began: float, bar: Any) -> None:
@@ -250,12 +252,19 @@ class _Run:
             entry = {"sample_id": row["sample_id"], "tokens": task.tokens, "reasons": task.reasons}
             self.result.quarantined.append(entry)
             quarantine.add(self.writer.path, entry)
-            count, limit = len(self.result.quarantined), self.most_bad if self.result.samples else 0  # nothing good yet: one is enough
-        if count > limit:
-            raise Eagle3Error(f"extraction: {count} of {len(self.rows):,} rows failed {ATTEMPTS} times, and {limit} is the limit "
-                              f"(quarantine_share); the last is {row['sample_id']}: {task.reasons[-1]} Nothing wrong was stored; "
-                              "see engine.log, mend the cause, and run 02_extract again.")
+            count = len(self.result.quarantined)
+        # A row that is too long says nothing about the engine, and the longest come first: go() judges it when the others are done.
+        if not (task.reasons[-1].startswith(REFUSED) and not len(self.writer) and count <= max(self.most_bad, REFUSALS)):
+            self._require_few_bad()
         return True
+
+    def _require_few_bad(self) -> None:
+        count, limit = len(self.result.quarantined), self.most_bad if len(self.writer) else 0  # nothing good in the store: one is enough
+        if count > limit:
+            last = self.result.quarantined[-1]
+            raise Eagle3Error(f"extraction: {count} of {len(self.rows):,} rows failed {ATTEMPTS} times, and {limit} is the limit "
+                              f"(quarantine_share); the last is {last['sample_id']}: {last['reasons'][-1]} Nothing wrong was stored; "
+                              "see engine.log, mend the cause, and run 02_extract again.")
 
     def _read(self, numbers: list[int]) -> list[dict[str, Any]]:
         if not hasattr(self.rows, "column_names"):

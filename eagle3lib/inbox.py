@@ -19,6 +19,8 @@ from eagle3lib.manifest import as_captured
 from eagle3lib.shards import FP8
 from eagle3lib.store import sample_id
 
+REFUSED = "the engine refused it"  # how the reason of such a row begins
+
 
 class Inbox:
     """One a thread. `receive` hands what checks out to `store(row, parts)` and tells what is wrong with the others."""
@@ -36,7 +38,7 @@ class Inbox:
         for n, (reply, row) in enumerate(zip(replies, rows, strict=True)):
             try:
                 if reply.finish_reason == "refused":
-                    raise Eagle3Error(f"the engine refused it ({reply.error}).")
+                    raise Eagle3Error(f"{REFUSED} ({reply.error}).")
                 ids = np.array(row["input_ids"], np.int64)
                 capture.read_into(buffer[start * self.row_bytes : (start + len(ids)) * self.row_bytes], engine.dump_dir, reply.rid, ids,
                                   engine.handshake, look=engine.require_alive)

@@ -52,7 +52,7 @@ class Writer:
         self._lock = lock(self.path)
         try:
             keep_or_write(self.path, manifest)
-            index = _recover(self.path)
+            index = recover(self.path)
         except BaseException:
             self._lock.close()
             raise
@@ -358,11 +358,18 @@ def _require_fits(sample: Sample, manifest: dict[str, Any]) -> None:
                           "they are another row's.")
 
 
-def _recover(path: Path) -> np.ndarray:
-    """Remove what a crash left: torn, damaged or doubled index lines, temporary files, shards that no record names."""
+def recover(path: Path) -> np.ndarray:
+    """Remove what a crash left: torn, damaged or doubled index lines, temporary files, shards that no record names. The index is made
+    before the first shard, so shards without one are no crash's: Eagle3Error, and nothing is removed. Hold the lock."""
+    if not (path / "index.bin").is_file():
+        if any(path.glob("shard-*.safetensors")):
+            raise Eagle3Error(f"store {path}: it has shards and no index.bin, so somebody deleted it; what is in them is no longer known. Put the "
+                              f"index back, or delete the store (`python -m eagle3lib store reclaim {path}`) and run 02_extract again.")
+        (path / "index.bin").touch()
+        fsync(path)
     records = shards.read_records(path / "index.bin")
     good = shards.good_records(records)
-    torn = (path / "index.bin").is_file() and (path / "index.bin").stat().st_size % RECORD.itemsize
+    torn = (path / "index.bin").stat().st_size % RECORD.itemsize
     if torn or not good.all():
         print(f"store: {len(records) - int(good.sum())} lines of the index were torn, damaged or doubled; they are taken out")
         records = records[good]

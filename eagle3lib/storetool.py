@@ -6,6 +6,7 @@ is not a store of ours, that somebody is writing, or that was not named.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +27,7 @@ from eagle3lib.errors import Eagle3Error
 from eagle3lib.manifest import layout
 from eagle3lib.plan import size
 from eagle3lib.progress import tqdm
-from eagle3lib.store import Store, lock
+from eagle3lib.store import Store, lock, recover
 
 OURS = re.compile(r"store\.json|index\.bin|lock|quarantine\.jsonl|index\.tmp|store\.tmp|shard-\d{5,}\.(safetensors|tmp)")
 
@@ -58,29 +60,41 @@ def ls(paths: list[Path]) -> int:
 
 
 def _line(path: Path) -> list[str]:
-    age = _age(time.time() - max(f.stat().st_mtime for f in path.iterdir()))
     try:
+        age = _age(time.time() - max(f.lstat().st_mtime for f in path.iterdir()))
         store = Store.open(path)
-    except Eagle3Error as error:
-        return [str(path), size(_bytes(path)), "-", "-", "-", age, str(error).split(": ", 1)[-1][:60]]
+    except (Eagle3Error, OSError) as error:
+        return [str(path), size(_bytes(path)), "-", "-", "-", "-", str(error).split(": ", 1)[-1][:60]]
     return [str(path), size(_bytes(path)), f"{len(store):,}", f"{store.tokens:,}", store.manifest["store_dtype"], age, _state(path)]
 
 
 def _state(path: Path) -> str:
-    return "being written" if _busy(path) else f"{len(quarantine.read(path))} in quarantine" if (path / quarantine.FILE).exists() else ""
-
-
-def _busy(path: Path) -> bool:
+    with _quiet(path) as quiet:
+        if not quiet:
+            return "being written"
     try:
-        lock(path).close()
-    except Eagle3Error:
-        return True
-    return False
+        return f"{len(quarantine.read(path))} in quarantine" if (path / quarantine.FILE).exists() else ""
+    except (Eagle3Error, OSError):
+        return f"{quarantine.FILE} is damaged"
+
+
+@contextmanager
+def _quiet(path: Path) -> Iterator[bool]:
+    """Whether nobody is writing; if so, writers are kept out meanwhile. Creates no file: a looker need not be allowed to."""
+    with ExitStack() as stack:
+        try:
+            fcntl.flock(stack.enter_context((path / "lock").open("rb")), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            quiet = True
+        except FileNotFoundError:
+            quiet = True
+        except OSError:
+            quiet = False
+        yield quiet
 
 
 def _bytes(path: Path) -> int:
     """Bytes on the disk, not the length of the files: a sparse file takes less."""
-    return sum(f.stat().st_blocks * 512 for f in path.iterdir())
+    return sum(f.lstat().st_blocks * 512 for f in path.iterdir())
 
 
 def _age(seconds: float) -> str:
@@ -114,11 +128,15 @@ class Audit:
     bytes: int
     seconds: float
     damaged: dict[int, str]  # number in the index -> why
+    records: np.ndarray  # the index lines of those, as they were read
+    lost: list[str]  # what is wrong with the index and the files as a whole; not looked at while somebody writes
 
 
 def audit(path: Path, threads: int = 0) -> Audit:
     """Read every byte of every sample and prove its checksums, with a bar. A reader's view: index lines that are damaged raise."""
-    store = Store.open(path)
+    with _quiet(path) as quiet:
+        store = Store.open(path)
+        lost = _lost(store) if quiet else []
     order = np.lexsort((store.index["row"], store.index["shard"]))
     damaged: dict[int, str] = {}
     begun = time.monotonic()
@@ -128,7 +146,20 @@ def audit(path: Path, threads: int = 0) -> Audit:
             for i, why, count in pool.map(lambda i: _proved(store, int(i)), part):
                 damaged |= {i: why} if why else {}
                 bar.update(count)
-    return Audit(len(store), store.tokens * layout(store.manifest).row_bytes, time.monotonic() - begun, damaged)
+    size_read = store.tokens * layout(store.manifest).row_bytes
+    return Audit(len(store), size_read, time.monotonic() - begun, damaged, store.index[list(damaged)], lost)
+
+
+def _lost(store: Store) -> list[str]:
+    """Index lines behind those that a reader takes, and shards that no line names. Store.open raises for damage between."""
+    index = store.path / "index.bin"
+    there = {file.name for file in store.path.glob("shard-*.safetensors")}
+    if not index.is_file():
+        return [f"index.bin is missing, and {len(there)} shards are there"] if there else []
+    strangers = sorted(there - {shards.shard_name(int(n)) for n in np.unique(store.index["shard"])})
+    over = index.stat().st_size - len(store) * shards.RECORD.itemsize
+    found = [f"index.bin: {-(-over // shards.RECORD.itemsize)} lines at its end are damaged or torn"] if over else []
+    return found + [f"{name}: no line of the index names it" for name in strangers]
 
 
 def _proved(store: Store, i: int) -> tuple[int, str, int]:
@@ -143,26 +174,36 @@ def verify(paths: list[Path], drop: bool = False) -> int:
     """Audit each store; 1 when anything is damaged. drop: take damaged samples out of the index, so that 02_extract asks for them again."""
     wrong = 0
     for path in find(paths):
-        found = audit(path)
-        rate = found.bytes / max(found.seconds, 1e-9) / 1e9
-        print(f"{path}: {found.samples - len(found.damaged):,} of {found.samples:,} samples are whole; {size(found.bytes)} in {found.seconds:.1f} s, "
-              f"{rate:.2f} GB/s")
-        for why in list(found.damaged.values())[:20]:
-            print("  " + why.split(": ", 1)[-1].split(". `")[0])
-        if found.damaged and drop:
-            _drop(path, found.damaged)
-            print(f"  {len(found.damaged)} samples were taken out of the index; 02_extract asks for them again")
-        wrong += len(found.damaged)
+        try:
+            wrong += _verify(path, drop)
+        except Eagle3Error as error:
+            print(f"{path}: {error}")
+            wrong += 1
     return int(wrong > 0)
 
 
-def _drop(path: Path, damaged: dict[int, str]) -> None:
+def _verify(path: Path, drop: bool) -> int:
+    found = audit(path)
+    rate = found.bytes / max(found.seconds, 1e-9) / 1e9
+    print(f"{path}: {found.samples - len(found.damaged):,} of {found.samples:,} samples are whole; {size(found.bytes)} in {found.seconds:.1f} s, "
+          f"{rate:.2f} GB/s")
+    for why in [*found.lost, *(said.split(": ", 1)[-1].split(". `")[0] for said in list(found.damaged.values())[:20])]:
+        print(f"  {why}")
+    wrong = len(found.damaged) + len(found.lost)
+    if wrong and drop:
+        print(f"  {_drop(path, found.records)} samples were taken out of the index; 02_extract asks for them again")
+    return wrong
+
+
+def _drop(path: Path, damaged: np.ndarray) -> int:
+    """Take out these very lines, wherever they are by now, and what else a writer would remove. How many."""
     handle = lock(path)
     try:
-        records = shards.read_records(path / "index.bin")
-        whole = np.ones(len(records), bool)
-        whole[list(damaged)] = False
-        shards.replace_records(path / "index.bin", records[whole])
+        before, gone = shards.read_records(path / "index.bin"), {record.tobytes() for record in damaged}
+        whole = np.array([record.tobytes() not in gone for record in before], bool)
+        if not whole.all():
+            shards.replace_records(path / "index.bin", before[whole])
+        return len(before) - len(recover(path))
     finally:
         handle.close()
 
@@ -172,6 +213,7 @@ def _drop(path: Path, damaged: dict[int, str]) -> None:
 
 def reclaim(paths: list[Path], yes: bool) -> int:
     """Delete these stores, each named itself, after a yes; says how many bytes came free."""
+    paths = list({path.resolve(): path for path in reversed(paths)}.values())[::-1]
     for path in paths:
         _require_ours(path)
     total = sum(map(_bytes, paths))

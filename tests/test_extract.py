@@ -183,6 +183,43 @@ def test_a_prompt_that_the_engine_refuses_does_not_take_its_neighbours_along(tmp
     assert "longer than the context" in result.quarantined[0]["reasons"][0]
 
 
+def refusing(engine: FakeEngine, poison: Any) -> FakeEngine:
+    """Refuses, at once, every request with a prompt that is `poison(ids)`."""
+    answer = engine.client.prefill
+
+    def prefill(prompts: list[list[int]], rids: list[str]) -> list[Reply]:
+        if any(map(poison, prompts)):
+            return [Reply([], "refused", len(ids), 0, rid, "longer than the context") for ids, rid in zip(prompts, rids, strict=True)]
+        return answer(prompts, rids)
+
+    engine.client.prefill = prefill
+    return engine
+
+
+def test_a_row_too_long_that_comes_first_and_alone_ends_nothing_neither_now_nor_when_run_again(tmp_path: Path, target: Path) -> None:
+    """The longest row goes first; the others are under way when it is given up."""
+    long = make_rows(1, 900, seed=4)[0]
+    rows = [*ROWS, long]
+    assert len(long["input_ids"]) > 100
+    for _ in range(2):  # the second finds everything else in the store: nothing new, and still one row in quarantine
+        engine = refusing(FakeEngine(tmp_path / "shm", seconds_a_batch=0.1), lambda ids: len(ids) > 100)
+        result = go(engine, target, rows)
+        assert [entry["sample_id"] for entry in result.quarantined] == [long["sample_id"]]
+        assert_right(target)
+    broken = FakeEngine(tmp_path / "c")
+    broken.client.prefill = lambda prompts, rids: [extract_reply(ids, rid) for ids, rid in zip(prompts, rids, strict=True)]
+    assert [entry["sample_id"] for entry in go(broken, target, rows).quarantined] == [long["sample_id"]]  # a bad dump, likewise
+
+
+def test_an_engine_that_refuses_everything_is_found_out_soon_and_a_lone_row_at_the_end(tmp_path: Path, target: Path) -> None:
+    with pytest.raises(Eagle3Error, match=rf"\D{extract.REFUSALS + 1} of 150 rows failed.*0 is the limit.*longer than the context"):
+        go(refusing(FakeEngine(tmp_path / "a"), lambda ids: True), target)
+    with pytest.raises(Eagle3Error, match="1 of 1 rows failed 3 times"):
+        go(refusing(FakeEngine(tmp_path / "b"), lambda ids: True), target, ROWS[:1])
+    with pytest.raises(Eagle3Error, match="1 of 9 rows failed.* 0 is the limit"):  # all others stored, and a ninth is more than a hundredth
+        go(refusing(FakeEngine(tmp_path / "c"), lambda ids: ids == ROWS[3]["input_ids"]), target, ROWS[:9])
+
+
 def test_an_interrupt_stops_soon_and_keeps_what_is_there(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, aborted, look = FakeEngine(tmp_path / "shm", seconds_a_batch=0.05), [], extract._Run._look
 
