@@ -324,6 +324,17 @@ def record(engine: Any, forecast: Forecast, result: Extraction) -> dict[str, Any
             "retried": result.retried, "quarantined": len(result.quarantined), "lost_engines": result.lost_engines}
 
 
+def living(engines: Sequence[Any]) -> Any:
+    """The first engine that lives; when none does the first, which may still be one that starts itself again."""
+    for engine in engines:
+        try:
+            engine.require_alive()
+        except Eagle3Error:
+            continue
+        return engine
+    return engines[0]
+
+
 def probe(engine: Any, store: Store, path: Path, count: int) -> None:
     """Ask the engine for its own log-probabilities at every position of `count` rows; 03_verify rebuilds them.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from eagle3lib.client import Client
 from eagle3lib.engine import Engine
 from eagle3lib.errors import CheckFailed, Eagle3Error, ParamError
 from eagle3lib.manifest import compare
-from eagle3lib.settings import Settings
+from eagle3lib.settings import Settings, local_ranks
 
 SPEC = re.compile(r"(?P<url>https?://[^=\s/]+)/?=(?P<folder>/\S+)")
 ANSWER_S = 30.0
@@ -36,15 +36,33 @@ def start(count: int, urls: Sequence[str], target: Path, run_dir: Path, **settin
         raise ParamError(f"engines: {count}, with {len(urls)} engine_urls; at least one engine in all is wanted.")
     layers = targets.capture_layers(targets.text_config(target).num_hidden_layers)
     with ExitStack() as ours:
-        engines: list[Any] = []
-        with ThreadPoolExecutor(max(1, count)) as pool:
-            started = [pool.submit(Engine.start, target, folder(run_dir, n), capture_layers=layers, **on_gpus(n, settings)) for n in range(count)]
+        engines = _start_ours([(folder(run_dir, n), on_gpus(n, settings)) for n in range(count)], target, layers, ours)
+        yield [*engines, *(Endpoint.connect(spec, target, layers, run_dir) for spec in urls)]
+
+
+def _start_ours(asked: Sequence[tuple[Path, dict[str, Any]]], target: Path, layers: list[int], ours: ExitStack) -> list[Any]:
+    """All at once; `ours` ends those that started, also when another did not."""
+    engines: list[Any] = []
+    started: list[Future[Engine]] = []
+    with ThreadPoolExecutor(max(1, len(asked))) as pool:
+        try:
+            for place, settings in asked:
+                started.append(pool.submit(Engine.start, target, place, capture_layers=layers, **settings))
             for future in started:
                 if future.exception() is None:
                     engines.append(ours.enter_context(future.result()))
-        for future in started:
-            future.result()  # raises what went wrong with one of them, after the others were noted for their end
-        yield [*engines, *(Endpoint.connect(spec, target, layers, run_dir) for spec in urls)]
+        except BaseException:  # interrupted: what a thread brings up yet is ended by that thread
+            for future in started:
+                future.add_done_callback(_end)
+            raise
+    for future in started:
+        future.result()  # raises what went wrong with one of them, after the others were noted for their end
+    return engines
+
+
+def _end(started: Future[Engine]) -> None:
+    if started.exception() is None:
+        started.result().stop()
 
 
 def folder(run_dir: Path, n: int) -> Path:
@@ -57,8 +75,7 @@ def on_gpus(n: int, settings: dict[str, Any]) -> dict[str, Any]:
     if n == 0:
         return settings
     words = list(settings.get("extra_args", ()))
-    width = int(next((b for a, b in zip(words, words[1:], strict=False) if a in ("--tp-size", "--tensor-parallel-size", "--tp")), 1))
-    mine = ["--base-gpu-id", str(n * width)] if settings.get("device") != "cpu" else []
+    mine = ["--base-gpu-id", str(n * local_ranks(words))] if settings.get("device") != "cpu" else []
     return settings | {"extra_args": words + mine, "port": 0}
 
 

@@ -71,9 +71,7 @@ class Settings:
     @property
     def tp_size(self) -> int:
         """GPUs of this machine that share the weights."""
-        given = parse_arguments(self.extra_args)
-        ranks = given.get("tp_size") or given.get("tp") or given.get("tensor_parallel_size") or "1"
-        return max(1, int(ranks) // _number(given, "nnodes", 1)) if ranks.isdigit() else 1
+        return local_ranks(self.extra_args)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -161,6 +159,13 @@ def itemsize(dtype: str) -> int:
     if dtype not in capture.DTYPES:
         raise ParamError(f"engine dtype {dtype!r}: one of {', '.join(capture.DTYPES)} is wanted.")
     return capture.DTYPES[dtype].itemsize
+
+
+def local_ranks(words: list[str]) -> int:
+    """GPUs of this machine that share the weights of a server with these arguments."""
+    given = parse_arguments(words)
+    ranks = given.get("tp_size") or given.get("tp") or given.get("tensor_parallel_size") or "1"
+    return max(1, int(ranks) // _number(given, "nnodes", 1)) if ranks.isdigit() else 1
 
 
 def parse_arguments(words: list[str]) -> dict[str, str]:
