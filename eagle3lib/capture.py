@@ -91,7 +91,7 @@ def _read_chunk(descriptor: int, name: str, rid: str, start: int, ids_T: np.ndar
         _require_tokens(rid, start, found, ids_T)
         begin, end = hidden["data_offsets"]
         shards.read_all(descriptor, out[: end - begin], data + begin)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, MemoryError, OverflowError, RecursionError) as error:
         raise Eagle3Error(f"dump of request {rid}: {name} cannot be read ({error}). Extract this row again.") from None
     return int(count)
 
@@ -131,9 +131,11 @@ def delete_dumps(dump_dir: Path, rids: Sequence[str]) -> None:
 
 
 def read_handshakes(dump_dir: Path) -> list[dict]:
-    """What each writing rank said about itself; Eagle3Error when one of them refused to capture."""
+    """What each writing rank said about itself; Eagle3Error when one of them refused to capture, ValueError when it is no JSON object."""
     handshakes = [json.loads(path.read_text()) for path in sorted(Path(dump_dir).glob("handshake-*.json"))]
     for handshake in handshakes:
+        if not isinstance(handshake, dict):
+            raise ValueError(f"a {type(handshake).__name__} in place of an object")
         if "error" in handshake:
             raise Eagle3Error(f"capture refused by the plugin inside the server: {handshake['error']}")
     return handshakes

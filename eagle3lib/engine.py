@@ -339,9 +339,9 @@ class Engine:
         return self._fingerprint
 
     def _describe(self, info: dict[str, Any]) -> dict[str, Any]:
-        return {"engine": f"sglang {info['version']}", "torch": self.versions["torch"].partition("+")[0],  # metadata may leave the build out
+        return {"engine": f"sglang {info.get('version')}", "torch": self.versions["torch"].partition("+")[0],  # metadata may leave the build out
                 "plugin_sha256": self.handshake.get("plugin_sha256"),
-                **{name: info[name] for name in ("device", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "tp_size")},
+                **{name: info.get(name) for name in ("device", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "tp_size")},
                 "capture_layers": self.settings.capture_layers,
                 "capture_meaning": "k: residual stream entering layer k; last: after the final norm",
                 "target": targets.fingerprint(self.settings.target)}

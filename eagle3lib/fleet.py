@@ -113,13 +113,18 @@ class Endpoint:
     def _handshake(self, layers: list[int]) -> dict[str, Any]:
         if not self.dump_dir.is_dir():
             raise Eagle3Error(f"engine {self.url}: its dump folder {self.dump_dir} is not on this machine. Both must share its file system.")
-        said = capture.read_handshakes(self.dump_dir)
+        try:
+            said = capture.read_handshakes(self.dump_dir)
+        except ValueError as error:
+            raise CheckFailed(f"engine {self.url}: a handshake in {self.dump_dir} is no JSON object ({error}). Start that server again.") from None
         if len(said) != 1:
             raise CheckFailed(f"engine {self.url}: {len(said)} handshakes in {self.dump_dir}, 1 is wanted. Is this the folder of this very server, "
                               "and was its capture on (docs/engines.md)?")
         wanted = {"layers": layers, "hidden_size": self.hidden_size}
         if wrong := {name: said[0].get(name) for name, value in wanted.items() if said[0].get(name) != value}:
             raise CheckFailed(f"engine {self.url}: it captures {wrong}, this target needs {({name: wanted[name] for name in wrong})}.")
+        if missing := [name for name in ("nonce", "torch", "dtype") if not isinstance(said[0].get(name), str)]:
+            raise CheckFailed(f"engine {self.url}: its handshake does not say {', '.join(missing)}. Start it with the plugin of this version.")
         return said[0]
 
     def _prove_model(self) -> None:

@@ -109,8 +109,10 @@ def _await_socket(engine: Engine, deadline: float, status: Status) -> None:
 
 def _prove_socket(engine: Engine) -> None:
     engine.require_alive()
-    foreign = preflight.holders(engine.port) - engine.own_pids()
-    require(engine, "socket", not foreign, "; ".join(map(preflight.describe_process, foreign)) or f"process tree of {engine.pid}",
+    held = preflight.holders(engine.port)
+    foreign = held - engine.own_pids()
+    who = "; ".join(map(preflight.describe_process, foreign)) or (f"process tree of {engine.pid}" if held else "nobody listens")
+    require(engine, "socket", bool(held) and not foreign, who,
             f"port {engine.port} held by our own processes only", "a stale or foreign server that answers in place of ours")
 
 
@@ -154,7 +156,8 @@ def _ask(engine: Engine, path: str, deadline: float) -> Any:
 
 def _prove_identity(engine: Engine, deadline: float) -> None:
     models = _ask(engine, "/v1/models", deadline)
-    names = [model.get("id") for model in models.get("data", [])] if isinstance(models, dict) else models
+    listed = models.get("data") if isinstance(models, dict) else None
+    names = [model.get("id") if isinstance(model, dict) else model for model in listed] if isinstance(listed, list) else models
     require(engine, "nonce", names == [engine.nonce], names, [engine.nonce], "a server of an earlier run or of somebody else")
     info = _ask(engine, "/model_info", deadline)
     path, wanted = (info.get("model_path") if isinstance(info, dict) else info), str(engine.settings.target)
@@ -163,6 +166,7 @@ def _prove_identity(engine: Engine, deadline: float) -> None:
 
 def _prove_arguments(engine: Engine, deadline: float) -> None:
     info = _ask(engine, "/server_info", deadline)
+    require(engine, "server info", isinstance(info, dict), type(info).__name__, "a JSON object", "a server that is no SGLang")
     engine.server_info = redact.hide({k: v for k, v in info.items() if k not in (*SECRET_ARGS, "internal_states")})
     _prove_equal(engine, "arguments", info, engine.settings.arguments, "a server that resolved our arguments to something else")
 
@@ -182,17 +186,18 @@ def _prove_handshake(engine: Engine, deadline: float) -> None:
     try:
         handshakes = capture.read_handshakes(engine.dump_dir)
     except ValueError as error:
-        require(engine, "handshake", False, f"no JSON ({error})", "1 writing rank", "a plugin that is not ours")
+        require(engine, "handshake", False, f"no JSON object ({error})", "1 writing rank", "a plugin that is not ours")
     except Eagle3Error as error:
         raise CheckFailed(f"engine not ready: check engine.handshake: {error} Log: {engine.log_path}\n{engine.log_tail()}") from None
     require(engine, "handshake", len(handshakes) == 1, f"{len(handshakes)} writing ranks", "1 writing rank",
             "a capture that was never active (SGLang only logs a plugin that fails)")
     engine.handshake = handshakes[0]
     wanted = {"nonce": engine.nonce, "layers": engine.settings.capture_layers, "hidden_size": engine.hidden_size,
-              "dtype": engine.settings.dtype, "tp_size": engine.server_info["tp_size"], "sglang": engine.server_info["version"]}
+              "dtype": engine.settings.dtype, "tp_size": engine.server_info.get("tp_size", "not said"),
+              "sglang": engine.server_info.get("version", "not said")}
     _prove_equal(engine, "capture", engine.handshake, wanted, "layer ids off by one, or states of another shape or dtype")
-    own = engine.handshake["pid"] in engine.own_pids()
-    require(engine, "writer", own, f"process {engine.handshake['pid']}", "a process of ours", "a handshake that another server left")
+    writer = engine.handshake.get("pid")
+    require(engine, "writer", writer in engine.own_pids(), f"process {writer}", "a process of ours", "a handshake that another server left")
 
 
 # ---- real requests ----

@@ -76,10 +76,14 @@ class ShardWriter:
     """One shard while it is written, under another name. `add` puts hidden states on their way at once and keeps the few other bytes."""
 
     def __init__(self, path: Path, layout: Layout):
-        self.path, self.layout, self.rows = path, layout, 0
-        self._others: dict[str, list[bytes]] = {name: [] for name in layout.parts(0) if name != "hidden"}
+        self.path, self.layout = path, layout
+        self._added: list[tuple[int, dict[str, bytes]]] = []  # (rows with it, the few bytes beside the states) of every call of add
         self._file = path.with_suffix(".tmp").open("wb", buffering=0)
         self._file.seek(HEADER_BYTES)
+
+    @property
+    def rows(self) -> int:
+        return self._added[-1][0] if self._added else 0
 
     @property
     def size(self) -> int:
@@ -87,16 +91,25 @@ class ShardWriter:
 
     def add(self, hidden: Any, others: dict[str, bytes], rows: int) -> int:
         """Append rows (any buffer of hidden_bytes each); returns the first one's number in the shard."""
+        self._settle()
+        first = self.rows
         write_all(self._file, hidden)
-        for name, data in others.items():
-            self._others[name].append(data)
-        self.rows += rows
-        return self.rows - rows
+        self._added.append((first + rows, others))  # one step, so that an interrupt finds all of it or nothing
+        return first
+
+    def _settle(self) -> None:
+        """Take back what an interrupted `add` has written."""
+        end = HEADER_BYTES + self.rows * self.layout.hidden_bytes
+        if self._file.tell() != end:
+            self._file.seek(end)
+            self._file.truncate()
 
     def seal(self) -> None:
         """The rest, the header, fsync, the final name: afterwards the shard is durable."""
-        for data in self._others.values():
-            write_all(self._file, b"".join(data))
+        self._settle()
+        for name in self.layout.parts(0):
+            if name != "hidden":
+                write_all(self._file, b"".join(others[name] for _, others in self._added))
         self._file.seek(0)
         write_all(self._file, self.layout.header(self.rows))
         os.fsync(self._file.fileno())

@@ -91,9 +91,9 @@ class Writer:
                 row = self._open.file.add(parts["hidden"], {key: bytes(data) for key, data in parts.items() if key != "hidden"}, rows)
             except OSError as error:
                 raise self._lost(self._open, error) from error
-            self._open.records += shards.make_record(sample, self._open.number, row, rows, *sums)
             self._known.add(name)
             self._open.names.append(name)
+            self._open.records += shards.make_record(sample, self._open.number, row, rows, *sums)
             if self._open.file.size >= self.shard_bytes:
                 self._seal()
 

@@ -156,7 +156,11 @@ def check_logprobs(checks: Checks, probes: Path, store: Store, target: Path) -> 
     head_VH = targets.head_weights(target)[0].to(store_dtype(store))
     where = {name: i for i, name in enumerate(store.ids)}
     errors, positions = [], 0
-    for name, probe in _probes(probes).items():
+    asked = _probes(probes)
+    gone = sorted(asked.keys() - where.keys())
+    checks.add("probe rows are there", not gone, len(gone), 0, "log-probabilities of another dump", AGAIN)
+    for name in sorted(asked.keys() & where.keys()):
+        probe = asked[name]
         last_TH = store.read(where[name]).hidden[:, -1]
         logp_TV = torch.log_softmax((last_TH @ head_VH.T).float(), -1)
         ours = logp_TV.gather(1, probe["ids"].long())

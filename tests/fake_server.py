@@ -100,11 +100,15 @@ def handshake() -> None:
     if FAULT == "torn handshake":
         (DUMP / "handshake-0.json").write_text('{"nonce": "0123')
         return
+    if FAULT == "handshake of another kind":
+        (DUMP / "handshake-0.json").write_text("[]")
+        return
     hello = {"nonce": ENV["SGLANG_HS_NONCE"], "pid": os.getpid(), "rank": 0, "tp_size": 1, "layers": LAYERS,
              "hidden_size": int(ENV["SGLANG_HS_HIDDEN_SIZE"]), "dtype": ARGS["dtype"], "sglang": "0.5.14", "torch": "2.14.1"}
     hello |= {"other layers": {"layers": [k + 1 for k in LAYERS]}, "other dtype": {"dtype": "float16"}, "other writer": {"pid": 1},
               "other hidden size": {"hidden_size": 128}, "stale handshake": {"nonce": "fedcba9876543210"}, "other version": {"sglang": "0.4.9"},
-              "other ranks": {"tp_size": 8}, "refusal": {"error": "Refused: the model would capture [3, 5, 6]"}}.get(FAULT, {})
+              "other ranks": {"tp_size": 8}, "writer not said": {"pid": None},
+              "refusal": {"error": "Refused: the model would capture [3, 5, 6]"}}.get(FAULT, {})
     (DUMP / "handshake-0.json").write_text(json.dumps(hello))
     if FAULT == "two writers":
         (DUMP / "handshake-1.json").write_text(json.dumps(hello))
@@ -140,9 +144,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         info = {**ARGS, "version": "0.5.14", "tp_size": 1, "quantization": None, "kv_cache_dtype": "auto", "api_key": "hush"}
         info |= {"cached prefixes": {"disable_radix_cache": False}, "other chunk": {"chunked_prefill_size": 4096}}.get(FAULT, {})
+        if FAULT == "info without ranks":
+            info = {name: value for name, value in info.items() if name not in ("tp_size", "version")}
         name = "somebody-else" if FAULT == "other nonce" else ARGS["served_model_name"]
         model = "/models/other" if FAULT == "other model" else ARGS["model_path"]
-        answers = {"/v1/models": {"data": [{"id": name}]}, "/model_info": {"model_path": model}, "/server_info": info, "/health": {}}
+        answers = {"/v1/models": {"data": [1 if FAULT == "models of another kind" else {"id": name}]}, "/model_info": {"model_path": model},
+                   "/server_info": [info] if FAULT == "info of another kind" else info, "/health": {}}
         self.answer(503 if FAULT == "sick after the probes" and Handler.requests else 200, answers[self.path])
 
     def do_POST(self) -> None:

@@ -57,6 +57,18 @@ def one_nan(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
+def raw(folder: Path, head: bytes) -> None:
+    (folder / f"{RID}.0.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+
+
+def header(rows: int) -> dict[str, object]:
+    """Of so many rows, true to itself in all but the length of the file."""
+    row = (len(LAYERS) + 1) * H * 2
+    return {"__metadata__": {"nonce": NONCE, "rid": RID, "start": "0", "layers": "2,4,5"},
+            "hidden": {"dtype": "BF16", "shape": [rows, len(LAYERS) + 1, H], "data_offsets": [-rows * row, 0]},
+            "input_ids": {"dtype": "I64", "shape": [rows], "data_offsets": [-rows * 8, 0]}}
+
+
 FAULTS = {
     "missing": (lambda f: put(f, states()[:4], IDS[:4]), "rows 4 to 6 of 7 are missing"),
     "prefix from the cache": (lambda f: put(f, states()[4:], IDS[4:], start=4), "rows 0 to 6 of 7 are missing"),
@@ -75,6 +87,12 @@ FAULTS = {
     "all zero": (lambda f: put(f, broken(states(), 5, 1, 0.0), IDS), "r_4 at row 5 has one single value"),
     "constant": (lambda f: put(f, broken(states(), 5, 2, 1.5), IDS), "r_5 at row 5 has one single value"),
     "cut in half": (lambda f: (f / f"{RID}.0.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{"), "cannot be read"),
+    "a list for a header": (lambda f: raw(f, b"[1, 2]"), "cannot be read"),
+    "a list for a tensor": (lambda f: raw(f, b'{"hidden": [], "input_ids": []}'), "cannot be read"),
+    "nested without end": (lambda f: raw(f, b"[" * 100_000), "cannot be read"),
+    "no tensors": (lambda f: raw(f, b"{}"), "cannot be read"),
+    "more rows than memory": (lambda f: raw(f, json.dumps(header(2**50)).encode()), f"{RID}"),
+    "rows beyond numbers": (lambda f: raw(f, json.dumps(header(2**80)).encode()), f"{RID}"),
     "failed write": (lambda f: (f / f"{RID}.0.failed").write_text("OSError: No space left on device"), "No space left on device"),
 }
 
@@ -86,6 +104,13 @@ def test_a_wrong_dump_is_refused_by_name(tmp_path: Path, fault: str) -> None:
     with pytest.raises(Eagle3Error, match=message) as refusal:
         read(tmp_path)
     assert RID in str(refusal.value)
+
+
+@pytest.mark.parametrize("said", ["[]", "7", "null", '"error"'])
+def test_a_handshake_that_is_no_object_is_a_value_error(tmp_path: Path, said: str) -> None:
+    (tmp_path / "handshake-0.json").write_text(said)
+    with pytest.raises(ValueError, match="in place of an object"):
+        capture.read_handshakes(tmp_path)
 
 
 def test_a_server_that_dies_ends_the_wait(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from eagle3lib import shards
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.store import RECORD, Sample, Store, make_manifest, sample_id
 
@@ -54,6 +55,28 @@ def test_what_goes_in_comes_out_in_several_shards(tmp_path):
     assert len(shards) > 1
     rows = torch.cat([load_file(f)["hidden"] for f in shards])  # plain safetensors reads it too
     assert len(rows) == store.tokens == sum(len(s.input_ids) for s in SAMPLES)
+
+
+def test_an_append_that_is_interrupted_in_the_middle_of_its_bytes_takes_nothing_along(tmp_path, monkeypatch):
+    """Ctrl-C, and then the writer closes as it always does; or the caller goes on."""
+    real = shards.write_all
+
+    def halfway(file, data):
+        file.write(memoryview(data).cast("B")[: len(data) // 2])
+        raise KeyboardInterrupt
+
+    for name, again in (("closed", ()), ("gone on", SAMPLES[1:3])):
+        with pytest.raises(KeyboardInterrupt), Store.create(tmp_path / name, MANIFEST) as writer:
+            writer.append(SAMPLES[0])
+            monkeypatch.setattr(shards, "write_all", halfway)
+            with pytest.raises(KeyboardInterrupt):
+                writer.append(SAMPLES[1])
+            monkeypatch.setattr(shards, "write_all", real)
+            for sample in again:
+                writer.append(sample)
+            raise KeyboardInterrupt
+        assert_holds(Store.open(tmp_path / name), [SAMPLES[0], *again])
+        assert list((tmp_path / name).glob("shard-*.tmp")) == []
 
 
 @settings(max_examples=30, deadline=None)

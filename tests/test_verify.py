@@ -41,6 +41,15 @@ def test_a_faultless_dump_passes_every_check(tmp_path, tiny, model, rows):
     assert len(checks) >= 14
 
 
+def test_a_probe_row_that_is_no_longer_in_the_store_is_a_failed_check(tmp_path, tiny, model, rows):
+    """The probes are of the first two rows; `verify --drop` may have taken one out, or both."""
+    for gone in (1, 2):
+        store = write_dump(tmp_path / str(gone), tiny, rows, model, store_rows=rows[gone:])
+        checks = Checks()
+        verify.check_logprobs(checks, tmp_path / str(gone) / "probes.safetensors", store, tiny)
+        assert "probe rows are there" in [check.name for check in checks.failed] and checks.failed[0].measured == gone
+
+
 def test_the_rounding_of_another_batch_is_no_false_alarm(tmp_path, tiny, model, rows):
     """An engine's bf16 result depends on the batch: 1.5 per cent a token was seen between two passes over the same row."""
     generator = torch.Generator().manual_seed(0)
