@@ -138,14 +138,15 @@ def run_folders() -> list[Path]:
 def leftovers(clean: bool) -> str:
     """Servers of ours that nobody owns any more, in all run folders."""
     found, used, done = [], [], []
-    for folder in run_folders():
+    for folder in [place for run in run_folders() for place in (run, *sorted(run.glob("engines/*")))]:  # see fleet.folder
+        name = str(folder.relative_to(runs.runs_dir()))
         record = preflight.leftover(folder)
         if record and preflight.owned(record):
-            used.append(f"{folder.name} is in use by process {record['owner']['pid']}")
+            used.append(f"{name} is in use by process {record['owner']['pid']}")
         elif record and clean:
             done += preflight.clean_leftover(folder)
         elif record:
-            found.append(f"{folder.name}: {preflight.describe_leftover(record)}")
+            found.append(f"{name}: {preflight.describe_leftover(record)}")
     if found:
         raise Eagle3Error(f"{'; '.join(found)}. `doctor --clean` ends these processes and deletes these files.")
     return "; ".join(["cleaned: " + ", ".join(done)] * bool(done) + used) or "none"

@@ -153,7 +153,8 @@ def describe_process(pid: int | None) -> str:
 
 def dump_base() -> Path:
     """The folder under which each server run gets its own dump folder: $SGLANG_HS_DUMP_DIR, else shared memory."""
-    return Path(os.environ.get("SGLANG_HS_DUMP_DIR") or (SHM if SHM.is_dir() else Path.home() / ".cache") / "sglang_hs")
+    named = os.environ.get("SGLANG_HS_DUMP_DIR")  # absolute, since the server runs in another folder than we
+    return Path(os.path.abspath(os.path.expanduser(named))) if named else (SHM if SHM.is_dir() else Path.home() / ".cache") / "sglang_hs"
 
 
 def require_room(folder: Path, needed: int, what: str, way_out: str) -> None:
@@ -228,10 +229,18 @@ def describe_leftover(record: dict[str, Any]) -> str:
 def _shm_files(note: Path) -> list[Path]:
     """Files in shared memory of that server that are still the very same (by inode)."""
     try:
-        noted = json.loads(note.read_text())
-        return [SHM / name for name, inode in noted.items() if "/" not in name and (SHM / name).stat().st_ino == inode]
+        noted = list(json.loads(note.read_text()).items())
     except (OSError, ValueError, AttributeError):
         return []
+    return [SHM / name for name, inode in noted if "/" not in name and _inode(SHM / name) == inode]
+
+
+def _inode(file: Path) -> int:
+    """0 when it is not there (any more)."""
+    try:
+        return file.stat().st_ino
+    except (OSError, ValueError):  # ValueError: a zero byte in the name
+        return 0
 
 
 def same_process(recorded: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from servers import fake_python
 
-from eagle3lib import cli, doctor, preflight, settings
+from eagle3lib import cli, doctor, fleet, preflight, settings
 from eagle3lib.errors import ParamError
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -113,6 +113,29 @@ def test_leftovers_are_found_and_only_ours_are_cleaned_and_only_on_request(param
     finally:
         held.unlink(missing_ok=True)
         other.unlink(missing_ok=True)
+
+
+def test_every_engine_of_a_run_is_seen_and_one_file_that_has_gone_hides_no_other(params: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = [fleet.folder(params.parent / "runs" / "night", n) for n in range(3)]
+    held = [Path(f"/dev/shm/eagle3-test-{params.stat().st_ino}-{n}") for n in range(3)]
+    try:
+        for n, (place, file) in enumerate(zip(places, held, strict=True)):
+            scratch = params.parent / f"eagle3-abcdefg{n}"
+            place.mkdir(parents=True, exist_ok=True)
+            scratch.mkdir()
+            file.write_text("x")
+            noted = {"vanished": 1, "zero\0byte": 2, file.name: file.stat().st_ino, "vanished too": 3}
+            (scratch / preflight.SHM_NOTE).write_text(json.dumps(noted))
+            record = {"nonce": f"{n}" * 16, "scratch": str(scratch), "port": 1, "owner": {"pid": 1, "created": 1.0}, "processes": []}
+            (place / "engine.json").write_text(json.dumps(record))
+        assert ask(params) == 1
+        shown = capsys.readouterr().out
+        assert all(str(file) in shown for file in held) and "night/engines/2: " in shown
+        assert ask(params, "--clean") == 0 and not any(file.exists() for file in held)
+        assert ask(params) == 0
+    finally:
+        for file in held:
+            file.unlink(missing_ok=True)
 
 
 def test_a_server_in_use_is_no_leftover(params: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import types
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,14 @@ def test_secrets_do_not_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
     environment = preflight.engine_environment({})
     assert "HF_TOKEN" not in environment and "SGLANG_HS_DUMP_DIR" not in environment
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(preflight.PLUGIN_DIR)
+
+
+@pytest.mark.parametrize("named", ["dumps", "./dumps", "~/dumps", "../{here}/dumps"])
+def test_the_dump_folder_is_absolute_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", named.format(here=tmp_path.name))
+    assert preflight.dump_base() == tmp_path / "dumps"
 
 
 def test_a_port_that_nobody_holds_proves_no_socket() -> None:
