@@ -137,9 +137,11 @@ class Client:
                 trouble = f"HTTP {response.status_code}: {_message(response)}"
             except requests.RequestException as error:
                 trouble = f"{type(error).__name__}: {error}"
+                if isinstance(error, requests.ReadTimeout) and not isinstance(rid, str):
+                    break  # a batch that a stuck server has kept for so long: again would take as long
             self._pause(BACK_OFF_S * 2**attempt)
         raise Eagle3Error(f"engine: request {rid if isinstance(rid, str) else rid[0]} ({len(ids)} {'tokens' if isinstance(rid, str) else 'prompts'}) "
-                          f"failed {ATTEMPTS} times; last: {trouble}. See the engine log.")
+                          f"failed {attempt + 1} times; last: {trouble}. See the engine log.")
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from eagle3lib import capture, preflight, quarantine, targets
 from eagle3lib import plan as planning
 from eagle3lib.arrivals import Norms
 from eagle3lib.checks import Checks
+from eagle3lib.client import STALL_S
 from eagle3lib.errors import Eagle3Error, ParamError
 from eagle3lib.inbox import REFUSED, Inbox
 from eagle3lib.manifest import as_captured, make_manifest
@@ -40,6 +41,7 @@ ATTEMPTS = 3  # times a row is asked for before it goes into quarantine
 REFUSALS = 3  # rows that the engine may refuse before anything is stored, although others come after them
 REQUESTS = 4  # HTTP requests under way for each engine; together they hold tokens_in_flight
 LOOK_S = 0.5  # between two looks at the engines
+ABORT_S = 10.0  # for requests under way to end when the run stops; then their server is ended
 GROUP_BYTES = 2**25  # of hidden states that a thread checks at once: larger ones leave the processor's cache
 TOP_LOGPROBS = 5
 WARM_UP_S, WARM_UP_TOKENS = 1.0, 65536
@@ -118,23 +120,27 @@ class _Run:
         self.tokens, self.most_bad = int(lengths.sum()), int(quarantine_share * len(rows))
         self.bytes_per_token, self.capture_bytes = writer.layout.row_bytes, as_captured(writer.manifest).hidden_bytes
         self.guard = threading.Lock()
+        self.progress, self.moved, self.restarting = 0, time.monotonic(), set[Any]()
         quarantine.clear(writer.path)
         print(f"extract: {len(todo):,} rows to do, {len(writer):,} are in the store already")
 
     def go(self) -> Extraction:
         began = time.monotonic()
         bar = tqdm(total=self.tokens, desc="extract", unit="tok", unit_scale=True, mininterval=1, smoothing=0.05)
+        served: list[Future[None]] = []
         with ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine") as pool:
             try:
-                served = [pool.submit(self._serve, engine) for engine in self.engines]
+                served += [pool.submit(self._serve, engine) for engine in self.engines]
                 while not all(future.done() for future in served):
                     self._look(began, bar)
+                    self._require_progress()
                     time.sleep(0.05 if time.monotonic() - began < 2 else LOOK_S)
                 for future in served:
                     future.result()
                 self.writer.flush()
             except BaseException:
                 self._stop()
+                self._end_stuck(served)
                 raise
             finally:
                 self._look(began, bar)
@@ -155,6 +161,21 @@ class _Run:
                             f"shared memory {level:.0%}", refresh=False)
         bar.update(self.result.tokens - bar.n)
 
+    def _require_progress(self) -> None:
+        now = self.result.samples + len(self.result.quarantined)
+        if now != self.progress or self.restarting:
+            self.progress, self.moved = now, time.monotonic()
+        elif time.monotonic() - self.moved > STALL_S:
+            raise Eagle3Error(f"extraction: no row came for {STALL_S:.0f} s; the server is alive but stuck. What was stored stays; see engine.log, "
+                              "and run 02_extract again, with lower tokens_in_flight if memory was short.")
+
+    def _end_stuck(self, served: list[Future[None]]) -> None:
+        """A server that heeds no abort would let its threads wait for as long as a request may take: if it is ours, it is ended."""
+        stuck = wait(served, timeout=ABORT_S).not_done
+        for future, engine in zip(served, self.engines, strict=False):
+            if future in stuck and hasattr(engine, "stop"):
+                engine.stop()
+
     def _stop(self) -> None:
         self.work.stop()
         for engine in self.engines:
@@ -166,15 +187,18 @@ class _Run:
             with ThreadPoolExecutor(REQUESTS, thread_name_prefix="dump") as pool:
                 ends = [future.result() for future in [pool.submit(self._take_batches, engine) for _ in range(REQUESTS)]]
             death = next(filter(None, ends), None)
-            if death is None:
+            if death is None or self.work.stopped:
                 return
             try:
+                self.restarting.add(engine)
                 if not hasattr(engine, "restart"):
                     raise death
                 engine.restart(str(death))
             except Eagle3Error as error:
                 self.result.lost_engines.append(str(error))
                 return
+            finally:
+                self.restarting.discard(engine)
 
     def _take_batches(self, engine: Any) -> Eagle3Error | None:
         """Batch after batch; returns why the engine is dead, or None when all is done. Any other trouble stops the run."""

@@ -77,5 +77,9 @@ class Work:
             self._change.notify_all()
 
     @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    @property
     def remaining(self) -> bool:
         return bool(self._returned) or self._next < len(self._rows) or self._out > 0
