@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import places, preflight, runs, targets
+from eagle3lib import places, plan, preflight, redact, runs, targets
 from eagle3lib.checks import Checks
 from eagle3lib.console import duration, size
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.experiment import Experiment, read_run
-from eagle3lib.settings import Settings, choose, dump_bytes
-
-MARGIN = 1.1  # room demanded beyond the forecast
-BESIDE_STATES = 5  # bytes of a stored token that are no states: its id and its mask
+from eagle3lib.settings import Settings, choose, dump_bytes, itemsize
+from eagle3lib.shards import FP8, Layout
 
 
 def report(source: Path, overrides: Mapping[str, Any], clean: bool = False) -> int:
@@ -91,7 +88,7 @@ def describe_interpreter(settings: Settings) -> str:
 
 def sense(settings: Settings) -> str:
     settings.require_sensible()
-    return " ".join(settings.extra_args) or "nothing beside the engine's own"
+    return " ".join(redact.hide(settings.extra_args)) or "nothing beside the engine's own"
 
 
 def port(settings: Settings) -> str:
@@ -111,23 +108,26 @@ def shared_memory(settings: Settings) -> str:
 
 
 def disk(settings: Settings, values: Mapping[str, Any], source: str) -> str:
-    tokens, where = forecast_tokens(values, source)
-    width = len(settings.capture_layers or []) + 1
-    states = replace(settings, max_total_tokens=tokens)
-    needed = int((dump_bytes(states, targets.text_config(settings.target).hidden_size) + BESIDE_STATES * tokens) * MARGIN)
+    itemsize(settings.dtype)  # ParamError for one that there is not
+    tokens, where, there = forecast_tokens(values, source)
+    layers, dtype = settings.capture_layers or [], values["store_dtype"] if values.get("store_dtype") == FP8 else settings.dtype
+    each = Layout(len(layers) + 1, targets.text_config(settings.target).hidden_size, dtype).row_bytes
+    needed = max(0, int(each * tokens * plan.MARGIN) - there)
     preflight.require_room(runs.runs_dir(), needed, "disk", "Free some (python -m eagle3lib store reclaim), or set EAGLE3_RUNS to a larger disk.")
     free = size(preflight.free_bytes(runs.runs_dir()))
-    return f"{free} free, at most {size(needed)} needed: {tokens:,} tokens ({where}) x {width} states"
+    return f"{free} free, at most {size(needed)} needed: {tokens:,} tokens ({where}) x {len(layers) + 1} states ({dtype})" + (
+        f", {size(there)} of them stored already" if there else "")
 
 
-def forecast_tokens(values: Mapping[str, Any], source: str) -> tuple[int, str]:
-    """Tokens of the rows that the newest run of this params file prepared; else the most that the parameters allow."""
+def forecast_tokens(values: Mapping[str, Any], source: str) -> tuple[int, str, int]:
+    """Tokens of the rows that the newest run of this params file prepared, else the most that the parameters allow; and what of
+    their dump is on the disk already [bytes]."""
     for folder in sorted(run_folders(), key=lambda f: f.stat().st_mtime, reverse=True):
         if read_run(folder).get("params_file") == source and (folder / "prepared").is_dir():
             from eagle3lib.prepare import load_prepared
 
-            return sum(load_prepared(folder)["n_tokens"]), f"prepared in {folder.name}"
-    return values["max_prompts"] * values["max_tokens"], "max_prompts x max_tokens" if values["max_prompts"] else "not known before 01_prepare"
+            return sum(load_prepared(folder)["n_tokens"]), f"prepared in {folder.name}", plan.written(folder / "store")
+    return values["max_prompts"] * values["max_tokens"], "max_prompts x max_tokens" if values["max_prompts"] else "not known before 01_prepare", 0
 
 
 def run_folders() -> list[Path]:

@@ -7,6 +7,7 @@ sample 48 bytes of index, a shard 1,024 bytes of header. The time follows from a
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,6 +102,8 @@ def duration(hours: float) -> str:
 def forecast(manifest: dict[str, Any], *, samples: int, tokens: int, shard_mb: int, tokens_in_flight: int, store: Path,
              shm: Path) -> Forecast:
     """From counts alone. manifest: sizes and dtypes (see manifest.make_manifest). store, shm: folders, which need not exist yet."""
+    if shard_mb < 1:
+        raise ParamError(f"shard_mb is {shard_mb}; it must be at least 1.")
     stored = layout(manifest)
     captured = as_captured(manifest)
     each = shard_mb * 2**20 + tokens * stored.row_bytes // max(1, 2 * samples)  # a shard is full with the sample that reaches its size
@@ -128,6 +131,11 @@ def from_params(values: dict[str, Any], *, samples: int, tokens: int, tokens_per
     """The forecast for a params file. Sizes from target_layers and target_hidden, else from the target's config."""
     if samples < 1 or tokens < samples:
         raise ParamError(f"plan: {samples:,} sequences of {tokens:,} tokens in all; every sequence has at least one token.")
+    for name, least in (("target_layers", 0), ("target_hidden", 0), ("shard_mb", 1), ("tokens_in_flight", 1)):
+        if values[name] < least:
+            raise ParamError(f"plan: {name} is {values[name]}; it must be at least {least}.")
+    if not 0 <= tokens_per_s < math.inf:
+        raise ParamError(f"plan: a rate of {tokens_per_s} tokens/s; a positive number is wanted, or 0 when it is not known.")
     depth, hidden = values["target_layers"], values["target_hidden"]
     if not (depth and hidden):
         depth, hidden = _sizes_on_disk(values["target"])

@@ -19,7 +19,8 @@ CHUNK = {"cpu": 2048, "cuda": 8192}  # prefill chunk of a capturing server [toke
 CPU_TOKENS = 16384  # KV cache of a CPU server, in tokens; SGLang would take a share of all memory
 MAX_PREFILL_TOKENS = 16384  # SGLang's own limit of a prefill batch
 OURS = "these are set by the engine itself; take them out of the engine's arguments."
-FORBIDDEN = {"api_key", "admin_api_key", "ssl_keyfile", "enable_ssl_refresh", "tokenizer_path", "load_format", "config"}
+FORBIDDEN = {"api_key", "admin_api_key", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password", "enable_ssl_refresh",
+             "tokenizer_path", "load_format", "config"}
 # What a capturing server must not be given, and why. The plugin refuses the same, from the arguments as the server resolved them.
 NO_CAPTURE = {
     "speculative_algorithm": "speculation takes the aux hidden states for itself",
@@ -131,6 +132,10 @@ def choose(target: Path, run_dir: Path, *, capture_layers: Sequence[int] | None 
            python: str = "", port: int = 0, max_total_tokens: int | None = None, chunked_prefill_size: int | None = None,
            extra_args: Sequence[str] = (), versions: Sequence[str] = ()) -> Settings:
     """Settings from what a caller says (see Engine.start), with what is left open filled in."""
+    if device not in ("auto", *CHUNK):
+        raise ParamError(f"engine device {device!r}: auto, {' or '.join(CHUNK)} is wanted.")
+    if not 0 <= port < 65536:
+        raise ParamError(f"engine port {port}: 1 to 65535 is wanted, or 0 for any free one.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if max_total_tokens is None and device == "cpu":

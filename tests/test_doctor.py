@@ -49,6 +49,7 @@ WRONG = {
     "dtype": (["engine_dtype=int8"], "dtype 'int8'"),
     "argument of ours": (['engine_args=["--port", "5"]'], "engine arguments port"),
     "secret": (['engine_args=["--api-key", "x"]'], "engine arguments api_key"),
+    "password": (['engine_args=["--ssl-keyfile-password", "opensesame"]'], "engine arguments ssl_keyfile_password"),
     "graphs": (['engine_args=["--cuda-graph-backend-prefill", "full"]'], "a replayed CUDA graph"),
     "pipeline": (['engine_args=["--pp-size", "2"]'], "pp_size (2): a server that captures cannot have it"),
     "attention": (['engine_args=["--enable-dp-attention"]'], "enable_dp_attention (on): a server that captures cannot have it"),
@@ -164,6 +165,29 @@ def test_the_forecast_counts_prepared_rows_and_old_dumps_are_listed(params: Path
     assert "earlier/store 2.0 MB" in shown and "old" in shown
 
 
+@pytest.mark.parametrize(("setting", "why"), [("engine_device=tpu", "engine device 'tpu': auto, cpu or cuda"),
+                                             ("engine_port=99999", "engine port 99999"), ("engine_port=-1", "engine port -1")])
+def test_a_device_or_port_that_there_is_not_is_a_parameter_error(params: Path, capsys: pytest.CaptureFixture[str], setting: str, why: str) -> None:
+    assert ask(params, "--set", setting) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_the_disk_needs_half_for_fp8_and_nothing_for_what_is_stored(params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """102,400 tokens of 4 states of 64 numbers; their id and mask; a tenth more."""
+    base = params.parent / "runs"
+    asked: list[int] = []
+    monkeypatch.setattr(preflight, "require_room", lambda folder, needed, *_: asked.append(needed) if folder == base else None)
+    ask(params)
+    ask(params, "--set", "store_dtype=float8_e4m3")
+    (base / "earlier/prepared").mkdir(parents=True)
+    (base / "earlier/store").mkdir()
+    (base / "earlier/run.json").write_text(json.dumps({"params_file": params.name, "status": "ok"}))
+    monkeypatch.setattr("eagle3lib.prepare.load_prepared", lambda folder: {"n_tokens": [102_400]})
+    (base / "earlier/store/shard").write_bytes(b"x" * 2**20)
+    ask(params)
+    assert asked == [int(102_400 * (4 * 64 * 4 + 5) * 1.1), int(102_400 * (4 * 64 + 4 * 4 + 5) * 1.1), asked[0] - 2**20]
+
+
 CHAIN = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/d"}
 
 
@@ -199,6 +223,13 @@ def test_nodes() -> None:
     assert settings.parse_arguments(["--tp-size", "8", "--flag", "--x=1"]) == {"tp_size": "8", "flag": "", "x": "1"}
     with pytest.raises(ParamError, match="stands before any"):
         settings.parse_arguments(["8"])
+
+
+def test_a_secret_among_the_arguments_is_not_shown(params: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_TOKEN", "opensesame-0123")
+    ask(params, "--set", 'engine_args=["--json-model-override-args", "opensesame-0123"]')
+    shown = capsys.readouterr()
+    assert "--json-model-override-args [hidden" in shown.out and "opensesame" not in shown.out + shown.err
 
 
 def test_it_is_quick(params: Path) -> None:

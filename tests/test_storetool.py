@@ -227,6 +227,12 @@ def test_a_plan_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     (("--sequences", "5", "--tokens", "3"), "at least one token"),
     (("--sequences", "5", "--tokens", "30", "--set", "target_hidden=0"), "not on this disk"),
     (("--sequences", "5", "--tokens", "30", "--set", "store_dtype=int4"), "store_dtype 'int4'"),
+    (("--sequences", "5", "--tokens", "30", "--set", "target_hidden=-7"), "target_hidden is -7; it must be at least 0"),
+    (("--sequences", "5", "--tokens", "30", "--set", "target_layers=-1"), "target_layers is -1"),
+    (("--sequences", "5", "--tokens", "30", "--set", "shard_mb=0"), "shard_mb is 0; it must be at least 1"),
+    (("--sequences", "5", "--tokens", "30", "--set", "tokens_in_flight=-3"), "tokens_in_flight is -3"),
+    (("--sequences", "5", "--tokens", "30", "--rate", "-5"), "a rate of -5"),
+    (("--sequences", "5", "--tokens", "30", "--rate", "nan"), "a rate of nan"),
 ])
 def test_a_plan_that_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], why: str) -> None:
     assert cli.main(["plan", str(ROOT / "params/kimi-k2.5.yaml"), *words]) == 2
