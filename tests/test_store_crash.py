@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from fake_engine import FakeEngine, fake_target, make_rows
 
 from eagle3lib import extract
 from eagle3lib.errors import Eagle3Error
+from eagle3lib.progress import tqdm
 from eagle3lib.store import RECORD, Store
 
 ROWS = make_rows(80, 30, seed=5)
@@ -56,6 +58,7 @@ def assert_same(store: Store, whole: Store) -> None:
 
 def start_child(folder: Path, prepare: Callable[[], None] = lambda: None) -> Any:
     def work() -> None:
+        tqdm.set_lock(threading.RLock())  # tqdm's own is shared with the parent, who would wait for ever for a child killed with it
         prepare()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         extraction(folder, seconds=0.004)
