@@ -50,7 +50,8 @@ class Raw:
 
 
 def read(source: str, names: Mapping[Path, str] | None = None) -> Iterator[Raw]:
-    """All records of one source, in its order. names: what to call its files (see `names_of`), else by their names. Raises Eagle3Error naming file and line when something is unreadable."""
+    """All records of one source, in its order. names: what to call its files (see `names_of`), else by their names. Raises Eagle3Error
+    naming file and line when something is unreadable."""
     if source == CHITCHAT:
         return _chitchat()
     if files := find_files(source):
