@@ -31,7 +31,7 @@ def test_the_map_names_every_module():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_documents_is_one_that_works(command, tmp_path):
-    """Each in its cheapest complete form: make -n, --dry-run, --prepare-only, --collect-only, --help. The long forms run in test_pipeline and in CI."""
+    """Each in its cheapest complete form: make -n, --dry-run, --prepare-only, --collect-only, --help. Long forms run in test_pipeline and in CI."""
     words = [w.replace(".venv/bin/python", sys.executable).replace(".venv/bin/papermill", str(Path(sys.executable).parent / "papermill"))
              for w in shlex.split(command)]
     if words[0] == "mkdir":
