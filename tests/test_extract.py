@@ -212,7 +212,8 @@ def test_a_row_too_long_that_comes_first_and_alone_ends_nothing_neither_now_nor_
 
 
 def test_an_engine_that_refuses_everything_is_found_out_soon_and_a_lone_row_at_the_end(tmp_path: Path, target: Path) -> None:
-    with pytest.raises(Eagle3Error, match=rf"\D{extract.REFUSALS + 1} of 150 rows failed.*0 is the limit.*longer than the context"):
+    assert extract.REFUSALS == 3  # one more is too many; the other three threads may have counted theirs by then
+    with pytest.raises(Eagle3Error, match=r"\D[4-7] of 150 rows failed.*0 is the limit.*longer than the context"):
         go(refusing(FakeEngine(tmp_path / "a"), lambda ids: True), target)
     with pytest.raises(Eagle3Error, match="1 of 1 rows failed 3 times"):
         go(refusing(FakeEngine(tmp_path / "b"), lambda ids: True), target, ROWS[:1])
