@@ -5,6 +5,7 @@ Text is never sent: what the server computes on is exactly what the caller holds
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -85,7 +86,9 @@ class Client:
                     if on_result:
                         on_result(index, reply)
         except BaseException:
-            self.abort_all()
+            with contextlib.suppress(Eagle3Error):
+                self.require_alive()  # a dead server heeds nothing, and its launcher would let us wait
+                self.abort_all()
             raise
         finally:
             meter.close()
