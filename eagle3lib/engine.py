@@ -228,7 +228,7 @@ class Engine:
             self._look()
 
     def _look(self) -> None:
-        dead = next((p for p in self._processes if not _alive(p)), None)
+        dead = next((p for p in self._processes if not preflight.alive(p)), None)
         patience = 1.0 if dead is not None and dead.pid == self.pid else 0.0  # the warden is about to tell how it ended
         said = self._warden.stdout if self._warden else None  # another thread may be stopping the server
         if self._exit_code is None and said and select.select([said], [], [], patience)[0]:
@@ -356,7 +356,7 @@ class Engine:
         for folder in filter(None, (self.dump_dir, self._scratch)):
             shutil.rmtree(folder, ignore_errors=True)
         _, left = psutil.wait_procs(self._processes, timeout=5)
-        left = [p for p in left if _alive(p)]
+        left = [p for p in left if preflight.alive(p)]
         if warden is not None:
             self._record("stopped")
         if left:
@@ -385,10 +385,3 @@ class Engine:
 
 def _identity(process: psutil.Process) -> dict[str, Any]:
     return {"pid": process.pid, "created": process.create_time()}
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

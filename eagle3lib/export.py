@@ -29,6 +29,7 @@ from eagle3lib.draft import Draft, DraftConfig
 from eagle3lib.draftfile import ARCHITECTURE, DTYPES, WEIGHTS, DraftFile
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.layouts import SGLANG, Layout
+from eagle3lib.manifest import flat
 
 NO_IMAGES: Mapping[str, bytes] = {}
 
@@ -187,7 +188,7 @@ def model_card(draft: Draft, target: str, metrics: Mapping[str, Any], fingerprin
                layout: str = "sglang") -> str:
     """README.md of the folder: what it is, how to serve it, what was measured and on what."""
     cfg, trained = draft.cfg, sum(p.numel() for p in draft.parameters() if p.requires_grad)
-    marks = "\n".join(f"- {name}: `{value}`" for name, value in _flat(fingerprint).items())
+    marks = "\n".join(f"- {name}: `{value}`" for name, value in flat(fingerprint).items())
     rows = "\n".join(f"| {name} | {value} |" for name, value in metrics.items())
     return f"""# EAGLE-3 draft for {target}
 
@@ -213,10 +214,3 @@ target it was trained for.
 
 def _layers(count: int) -> str:
     return "One decoder layer" if count == 1 else f"{count} decoder layers"
-
-
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in facts.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found

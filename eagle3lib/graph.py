@@ -155,13 +155,17 @@ class GraphStep:
         assert outcome.loss is not None  # on a GPU it is a number, if only 0
         outcome.loss.backward()
         products.collect(self.layers)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([products.gradient(p) for p in self.parameters])))
+        return replace(outcome, loss=outcome.loss.detach()), self._descend([products.gradient(p) for p in self.parameters])
+
+    def _descend(self, gradients: list[Tensor]) -> Tensor:
+        """The optimizer's step; returns the norm of all gradients together."""
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         # the fused kernel divides by grad_scale and skips the step at found_inf: clipping without another pass, no wait for the norm
         vars(self.optimizer).update(grad_scale=(norm / self.grad_clip).clamp(min=1.0), found_inf=(~norm.isfinite()).float())
         self.optimizer.param_groups[0]["lr"] = self.lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return replace(outcome, loss=outcome.loss.detach()), norm
+        return norm
 
 
 def fits(own: Sizes, known: Sizes) -> bool:

@@ -87,13 +87,6 @@ def joint_hits(hits: Tensor, known: Tensor) -> Tensor:
     return (hits & known).cumprod(dim=1).bool()
 
 
-def joint_counts(batch: Batch, hits: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Joint hits and tries of each document and step, both int64 [B, K]: what acceptance.from_counts wants."""
-    document = batch.document[batch.row]
-    empty = torch.zeros(len(batch.ids), hits.shape[1], dtype=torch.int64, device=hits.device)
-    return (empty.index_add(0, document, joint_hits(hits, known).long()), empty.index_add(0, document, known.long()))
-
-
 class SoftTargets(torch.autograd.Function):
     """sum of weight[m, k] * distance(softmax(head @ last[m + k]), softmax(lm_head @ x[k, m])), with logits of a few rows at a time.
 

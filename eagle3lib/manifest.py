@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ def keep_or_write(path: Path, manifest: dict[str, Any]) -> None:
     if differences := compare(read_manifest(path), manifest):
         raise Eagle3Error(f"store {path} was made by another configuration; hidden states are never mixed. Use another run folder or delete it.\n"
                           + "\n".join(f"  {line}" for line in differences))
+
+
+def flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    found: dict[str, Any] = {}
+    for name, value in facts.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -164,6 +164,14 @@ def require_room(folder: Path, needed: int, what: str, way_out: str) -> None:
         raise Eagle3Error(f"{what}: {folder} has {free / 1e6:,.0f} MB free, {needed / 1e6:,.0f} MB are needed. {way_out}")
 
 
+def alive(process: psutil.Process) -> bool:
+    """Neither gone nor waiting to be reaped."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def free_bytes(folder: Path) -> int:
     """Free bytes of the file system of `folder`, which need not exist yet."""
     return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free

@@ -319,11 +319,6 @@ def _kept(outcomes: Iterator[Outcome], options: Options, accounting: Accounting)
         yield item, ids, mask, name
 
 
-def id_of(row: Row) -> str:
-    """The row's sample id: the store's own definition, so that the two cannot drift apart."""
-    return sample_id(row.input_ids, row.loss_mask)
-
-
 def _is_heldout(record: Record, share: float) -> bool:
     """By the first prompt, so that all rows of a conversation, and other answers to it, fall on the same side."""
     return xxhash.xxh3_64_intdigest(record.first_prompt.strip().encode(), seed=_HELDOUT_SEED) < share * 2**64

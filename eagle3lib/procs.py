@@ -15,6 +15,7 @@ import time
 
 import psutil
 
+from eagle3lib.preflight import alive
 from eagle3lib.runs import ENV_NONCE
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -59,7 +60,7 @@ class Family:
 
     def members(self) -> list[psutil.Process]:
         """The known members that are alive (a reused process number is not one)."""
-        self._known = {pid: p for pid, p in self._known.items() if _alive(p)}
+        self._known = {pid: p for pid, p in self._known.items() if alive(p)}
         return list(self._known.values())
 
     def kernel(self) -> psutil.Process | None:
@@ -103,13 +104,6 @@ def _wait(family: Family, seconds: float) -> None:
     while family.members() and time.monotonic() < end:
         time.sleep(0.05)
         family.look()
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _memory(process: psutil.Process) -> int:

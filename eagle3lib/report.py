@@ -21,6 +21,7 @@ from eagle3lib.console import duration, size
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.experiment import read_run
 from eagle3lib.folded import code_style, first_figure, notebook
+from eagle3lib.manifest import flat
 from eagle3lib.params import STAGES
 from eagle3lib.report_style import CSS
 
@@ -148,10 +149,6 @@ def _day(started: Any) -> str:
         return f"started {esc(_short(started))}"
 
 
-def _commit(git: Mapping[str, Any]) -> str:
-    return f"commit {esc(git['commit'][:10])}{' and uncommitted changes' if git['changed'] else ''}"
-
-
 def _tiles(metrics: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> str:
     tiles = []
     for n, (name, label, as_text, unit) in enumerate(HEADLINES):
@@ -269,17 +266,10 @@ def _fingerprint(run: Path) -> dict[str, Any]:
     """The manifest of the run's store, flat: what makes a hidden state what it is."""
     for path in sorted(run.glob("*/store.json")):
         try:
-            return _flat(runs.read_json(path))
+            return flat(runs.read_json(path))
         except Eagle3Error:
             continue
     return {}
-
-
-def _flat(obj: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in obj.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def _pairs(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:

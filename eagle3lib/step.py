@@ -86,12 +86,7 @@ class GpuStep(GraphStep):
             outcome = replace(outcome, loss=outcome.loss.detach())
         gradients = [products.gradient(p) if sent is not None else products.gradient(p).zero_() for p in self.parameters]
         self.group.add_up(gradients)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        vars(self.optimizer).update(grad_scale=(norm / self.grad_clip).clamp(min=1.0), found_inf=(~norm.isfinite()).float())
-        self.optimizer.param_groups[0]["lr"] = self.lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return outcome, norm
+        return outcome, self._descend(gradients)
 
 
 def make(draft: Draft, head: Tensor, optimizer: torch.optim.AdamW, recipe: Recipe, group: Group, tokens: int) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from labs import SERVER, Lab, prepare_environment  # noqa: E402  (after the path)
+from servers import Witness  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +45,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Lab:
         result = lab.run({"seed": 3})
     assert (result.exit_code, result.status) == (0, "ok"), lab.text
     return lab
+
+
+@pytest.fixture
+def witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Witness]:
+    """Servers started in this test can be told; when it ends nothing of them may be there."""
+    found = Witness(tmp_path)
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tempfile, "tempdir", str(found.tmp))
+    yield found
+    found.require_nothing()

@@ -12,7 +12,7 @@ from eagle3lib import acceptance, products
 from eagle3lib.batches import document, pack, steps_left
 from eagle3lib.distances import row_gradients
 from eagle3lib.feed import trained_rows
-from eagle3lib.loss import joint_counts, joint_hits, objective, simulate
+from eagle3lib.loss import joint_hits, objective, simulate
 from eagle3lib.store import Sample, sample_id
 
 MIXED = [make_sample(14, [(4, 10)], seed=1), make_sample(20, [(3, 5), (8, 19)], seed=2), make_sample(9, [(5, 9)], seed=3)]
@@ -358,6 +358,7 @@ def test_joint_counts_by_document_make_the_simulated_acceptance():
     batch = make_batch(MIXED, target_head())
     hits = torch.ones(len(batch), 4, dtype=torch.bool)
     known = batch.left[:, None] > torch.arange(4)
-    joint, tried = joint_counts(batch, hits, known)
+    empty, document = torch.zeros(3, 4, dtype=torch.int64), batch.document[batch.row]
+    joint, tried = (empty.index_add(0, document, t.long()) for t in (joint_hits(hits, known), known))
     assert tried.tolist() == [[5, 4, 3, 2], [11, 9, 8, 7], [3, 2, 1, 0]] and torch.equal(joint, tried)
     assert acceptance.from_counts(joint.numpy(), tried.numpy()).length == 5.0

@@ -73,16 +73,21 @@ def test_two_processes_do_what_one_does(toy, tmp_path):
     assert any(len(batch) == 1 for batch in plan(store.lengths, np.arange(len(samples)), TWO.batch_tokens, TWO.seed, 0))  # one idle process
 
 
-def test_sigterm_to_the_launcher_writes_a_state_and_nothing_is_left(toy, tmp_path):
-    target, samples = toy
-    run, _ = make_run(tmp_path, samples)
-    code = CHILD.format(tests=str(Path(__file__).parent), folder=str(run), target=str(target), heldout=samples[0].id)
+def launched(run, target, heldout, until):
+    """A process that trains with two others under torchrun, at step `until`; and all of its children."""
+    code = CHILD.format(tests=str(Path(__file__).parent), folder=str(run), target=str(target), heldout=heldout)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
     for line in process.stdout:
-        if line.strip() == "3":
+        if line.strip() == str(until):
             break
-    family = psutil.Process(process.pid).children(recursive=True)
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+def test_sigterm_to_the_launcher_writes_a_state_and_nothing_is_left(toy, tmp_path):
+    target, samples = toy
+    run, _ = make_run(tmp_path, samples)
+    process, family = launched(run, target, samples[0].id, until=3)
     assert len(family) >= 3  # torchrun and two processes
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=90)
@@ -98,13 +103,7 @@ def test_sigterm_to_the_launcher_writes_a_state_and_nothing_is_left(toy, tmp_pat
 def test_a_dead_launcher_takes_the_processes_with_it(toy, tmp_path):
     target, samples = toy
     run, _ = make_run(tmp_path, samples)
-    code = CHILD.format(tests=str(Path(__file__).parent), folder=str(run), target=str(target), heldout=samples[0].id)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
-    for line in process.stdout:
-        if line.strip() == "2":
-            break
-    family = psutil.Process(process.pid).children(recursive=True)
+    process, family = launched(run, target, samples[0].id, until=2)
     process.kill()
     process.communicate(timeout=60)
     _, left = psutil.wait_procs(family, timeout=60)

@@ -19,7 +19,7 @@ from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error
 from eagle3lib.preview import View
-from eagle3lib.rows import Row
+from eagle3lib.store import sample_id
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_sample_id_is_the_hash_of_ids_and_mask(tmp_path: Path, chat: Chat) -> No
     row = answered(tmp_path, chat, pairs(1)).rows[0]
     ids = b"".join(i.to_bytes(4, "little") for i in row["input_ids"])
     assert row["sample_id"] == xxhash.xxh3_128_hexdigest(ids + bytes(row["loss_mask"]))
-    assert prepare.id_of(Row([1, 2], [False, True])) != prepare.id_of(Row([1, 2], [True, True]))
+    assert sample_id([1, 2], [False, True]) != sample_id([1, 2], [True, True])
 
 
 def test_order_of_the_input_does_not_matter(tmp_path: Path, chat: Chat) -> None:

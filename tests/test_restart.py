@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +18,9 @@ from eagle3lib.store import Store, sample_id
 ROWS = [torch.randint(3, 259, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(10, 30)]
 
 
-@pytest.fixture
-def witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Witness]:
-    found = Witness(tmp_path)
-    for name, value in found.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(tempfile, "tempdir", str(found.tmp))
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle3lib.client.BACK_OFF_S", 0.05)
-    yield found
-    found.require_nothing()
 
 
 def start(tiny: Path, folder: Path, fault: str, **options: object) -> Engine:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from servers import Witness
@@ -28,17 +26,6 @@ class Judge:
         assert re.search(fault.pattern, errors), f"wanted {fault.says!r} in:\n{errors}"
         assert "Traceback" not in errors.split("\n")[0]
         return errors
-
-
-@pytest.fixture
-def witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Witness]:
-    """Servers started in this test can be told; when it ends nothing of them may be there."""
-    found = Witness(tmp_path)
-    for name, value in found.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(tempfile, "tempdir", str(found.tmp))
-    yield found
-    found.require_nothing()
 
 
 @pytest.fixture
