@@ -98,10 +98,13 @@ def table(counts: dict[str, Any]) -> list[Line]:
 
 
 def waterfall(counts: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """(name, change in rows, rows then): from records read, over every loss and gain, to the rows kept."""
-    changes = [("not sampled", -counts["not_sampled"]), ("split, one row a reply", counts["rows_split"])]
-    changes += [(reason, -n) for reason, n in counts["dropped"].items()]
-    lines, left = [("records read", counts["records_read"], counts["records_read"])], counts["records_read"]
+    """(name, change in rows, rows then): from the records chosen, over every loss and gain, to the rows kept.
+
+    What max_prompts leaves aside is no loss, and would dwarf those that are: the first name tells it.
+    """
+    changes = [("split, one row a reply", counts["rows_split"]), *((reason, -n) for reason, n in counts["dropped"].items())]
+    left = counts["records_read"] - counts["not_sampled"]
+    lines = [(f"chosen of {counts['records_read']:,} records" if counts["not_sampled"] else "records read", left, left)]
     for name, change in changes:
         if change:
             left += change

@@ -66,11 +66,11 @@ def replies_histogram(replies: Sequence[tuple[int, int]]) -> None:
     """replies: (trained replies a row, rows)."""
     number, rows = (np.array(column) for column in zip(*replies, strict=True))
     fig, (ax,) = figure(height=2.6)
-    bars = ax.bar(number, rows, color=BLUE)
+    bars = ax.bar(number, rows, width=0.6, color=BLUE)
     ax.bar_label(bars, labels=[f"{n:,}" for n in rows], padding=2)
     text = f"{(number * rows).sum():,} trained replies in {rows.sum():,} rows, {number.max()} in the longest conversation"
     title(ax, text)
-    ax.set(xlabel="trained replies (assistant turns) a row", ylabel="rows", ylim=(0, rows.max() * 1.15))
+    ax.set(xlabel="trained replies (assistant turns) a row", ylabel="rows", ylim=(0, rows.max() * 1.15), xlim=(-0.5, number.max() + 1.5))
     ax.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     show(fig, f"Histogram of assistant turns a row. {text}.")
 
@@ -242,9 +242,8 @@ def survival(sets: Mapping[str, Sequence[float]], intervals: Mapping[str, tuple[
     first = np.mean([v[0] for v in sets.values()])
     title(ax, f"The first drafted token is accepted in {first:.0%} of the rounds")
     ax.set(xlabel="draft position", ylabel="rounds accepted up to here [%]", ylim=(0, None))
-    ax.annotate("bands: 95 % intervals over prompts", (0.99, 0.02), xycoords="axes fraction", ha="right", fontsize=8)
     ax.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
-    ax.legend()
+    ax.legend(title="bands: 95 % intervals over prompts", title_fontsize=8)
     show(fig, "Share of rounds accepted up to each draft position: " + "; ".join(
         f"{n}: " + ", ".join(f"{v:.0%}" for v in values) for n, values in sets.items()) + ".")
 
@@ -258,7 +257,8 @@ def acceptance_by_length(contexts: Mapping[str, Any], replies: Mapping[str, Any]
         ax.errorbar(x, lengths, yerr=np.maximum(spread, 0), color=BLUE, marker="o", capsize=4, linestyle="")
         ax.axhline(1.0, color=BLACK, linestyle="--", linewidth=1)
         ax.set_xticks(x, [f"{name}\n{f.rounds:,} rounds" for name, f in found.items()], fontsize=8)
-        ax.set(xlabel=f"{what} [tokens]", ylabel=f"acceptance length ({shape})", ylim=(0.9, None))
+        told = [f.high for f in found.values() if f.prompts > 1] or [lengths.max()]  # a single prompt's interval is all that can be
+        ax.set(xlabel=f"{what} [tokens]", ylabel=f"acceptance length ({shape})", ylim=(0.9, max(*told, lengths.max()) + 0.1))
         first, last = list(found)[0], list(found)[-1]
         title(ax, f"By {what}: {found[first].length:.2f} at {first}, {found[last].length:.2f} at {last}" if len(found) > 1 else
               f"By {what}: all at {first}, {found[first].length:.2f}")

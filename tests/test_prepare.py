@@ -14,7 +14,7 @@ import templates
 import xxhash
 from preparing import answered, pairs, shown, talk
 
-from eagle3lib import params, prepare, prepared, verify, vocab
+from eagle3lib import accounting, params, prepare, prepared, verify, vocab
 from eagle3lib.chat import Chat
 from eagle3lib.checks import Checks
 from eagle3lib.errors import Eagle3Error
@@ -226,3 +226,11 @@ def test_metrics_coverage_and_turns(tmp_path: Path, chat: Chat) -> None:
     assert data.about["replies"] == [[1, 4], [2, 1]]
     counts = vocab.count_supervised(data.rows["input_ids"], data.rows["loss_mask"], len(chat.tokenizer))
     assert data.about["coverage"] == [list(point) for point in vocab.coverage_curve(counts)]
+
+
+def test_the_waterfall_adds_up_and_counts_no_sampling_as_a_loss() -> None:
+    counts = {"records_read": 26053, "not_sampled": 25638, "rows_split": 5, "dropped": {"duplicate": 14, "empty reply": 6}, "rows_kept": 400}
+    lines = accounting.waterfall(counts)
+    assert lines[0] == ("chosen of 26,053 records", 415, 415) and lines[-1] == ("rows kept", 400, 400)
+    assert [now for _, _, now in lines] == [415, 420, 406, 400, 400]
+    assert accounting.waterfall(counts | {"not_sampled": 0})[0][0] == "records read"
